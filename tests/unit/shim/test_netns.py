@@ -262,3 +262,21 @@ assert netns.ours("unit", "refused") == []
     command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-I", "-S", "-c", code]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "unshare: No space left on device" in process.stdout, process.stderr
+    assert process.returncode == 0, process.stderr
+
+
+@root
+def test_the_directory_is_made_a_shared_mount_once_on_a_node_that_never_had_one():
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from shim import netns
+for _ in range(3):
+    netns.remove(netns.create("unit", "first"))
+print([line.split()[6] for line in open("/proc/self/mountinfo") if line.split()[4] == "/run/netns"])
+"""
+    script = 'mount -t tmpfs none /run && exec "$@"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
+    command += [sys.executable, "-I", "-S", "-c", code]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.count("shared:") == 1
