@@ -1,0 +1,78 @@
+"""CRIU for one operation of one container: its configuration file, and why it failed."""
+
+from __future__ import annotations
+
+import os
+
+from shim.errors import FAILED_PRECONDITION, ShimError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import criuconf
+    from shim.config import Config
+    from shim.snapshot import Container
+
+CACHE = "/run/fermata"
+EMPTY_PLUGIN_DIR = "/run/fermata/no-plugins"
+
+
+def installed(config: Config) -> criuconf.Criu:
+    """Which CRIU this node has. Raises ShimError that says what to install."""
+    import criuconf
+
+    os.makedirs(CACHE, mode=0o700, exist_ok=True)
+    try:
+        return criuconf.probe(config.criu, CACHE)
+    except criuconf.CriuConfError as error:
+        raise ShimError(str(error), FAILED_PRECONDITION) from error
+
+
+def write_config(
+    container: Container, config: Config, *, operation: str, action_script: str | None = None, ext_unix_sk: bool = False
+) -> None:
+    """Write the container's CRIU configuration for a `dump` or a `restore`. Raises ShimError."""
+    import criuconf
+
+    criu = installed(config)
+    os.makedirs(EMPTY_PLUGIN_DIR, mode=0o700, exist_ok=True)
+    own = None
+    if container.criu_config:
+        try:
+            with open(container.criu_config, encoding="utf-8") as file:
+                own = file.read()
+        except (OSError, ValueError) as error:
+            raise ShimError(
+                f"the container's own CRIU configuration {container.criu_config} cannot be read: {error}",
+                FAILED_PRECONDITION,
+            ) from error
+    try:
+        rendered = criuconf.render(
+            criu,
+            criuconf.Request(
+                operation=operation,
+                libdir=EMPTY_PLUGIN_DIR,
+                action_script=action_script,
+                ghost_limit=config.ghost_limit,
+                ext_unix_sk=ext_unix_sk,
+                extra=config.criu_options,
+                container_text=own,
+            ),
+        )
+    except criuconf.CriuConfError as error:
+        raise ShimError(str(error), FAILED_PRECONDITION) from error
+    container.state.write("criu.conf", rendered.text)
+
+
+def explain(log: str, message: str, what: str) -> str:
+    """One sentence for a failed operation: what CRIU's log says was the cause, and where the log is kept."""
+    import criuconf
+
+    if not os.path.exists(log):
+        return f"{what}: {message}"
+    try:
+        explanation = criuconf.explain(log)
+    except (OSError, criuconf.CriuConfError) as error:
+        return f"{what}: {message} (the log {log} cannot be read: {error})"
+    if explanation is None:
+        return f"{what}: {message}; log: {log}"
+    return f"{what}: {explanation.sentence}; log: {log}"

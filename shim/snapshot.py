@@ -1,0 +1,236 @@
+"""SnapshotShim: the few calls that a snapshot changes, each of them handed off to the stock shim and runc."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import time
+
+from shim import bundle as bundles
+from shim import netns, task
+from shim.cleanup import DAEMON, forget
+from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
+from shim.rootfs import Rootfs
+from shim.runc import RuncShim
+from shim.state import State
+from shim.ttrpc import AnyMessage, Response
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from layerwriter import Applied
+    from shim.config import Config
+    from shim.log import Log
+    from shim.relay import Call
+
+CRIU_CONF = "criu.conf"
+
+
+class Container:
+    """What the shim remembers of one container between its calls."""
+
+    def __init__(self, state: State, spec: dict[str, Any], bundle: str, rootfs: Rootfs, layer: str) -> None:
+        self.state = state
+        self.spec = spec
+        self.bundle = bundle
+        self.rootfs = rootfs
+        self.layer = layer  # "carry" or "none", as the annotation fermata/layer
+        self.criu_config: str | None = None  # the container's own CRIU configuration, merged over ours
+        self.netns: str | None = None
+        self.applied: Applied | None = None  # a restored layer that can still be taken back
+        self.restore_source: str | None = None
+        self.restore_logs: str | None = None
+        self.take = _thread.allocate_lock()
+
+
+class SnapshotShim(RuncShim):
+    """The stock runc shim, and snapshots."""
+
+    OVERRIDES = {"Create": "create", "Start": "start", "Checkpoint": "checkpoint", "Delete": "delete"}
+
+    def __init__(self, stock_path: str, config: Config, log: Log, namespace: str, daemon_record: str) -> None:
+        super().__init__(stock_path, config, log)
+        self._namespace = namespace  # a daemon serves one; containerd 1.7 sends none with its calls
+        self._daemon_record = daemon_record
+        self._containers: dict[str, Container] = {}
+
+    # Create ------------------------------------------------------------------------------------------------------
+
+    def create(self, call: Call) -> Response:
+        """Prepare the bundle, and for a restore the writable layer, and hand off.
+
+        The stock shim only records a checkpoint here; `runc restore` runs at Start.
+        """
+        request = task.CreateTaskRequest.decode(call.request.payload)
+        bundle = bundles.Bundle(request.bundle)
+        bundle.check_annotations()
+        state = State(self._namespace, request.id)
+        container = Container(
+            state, bundle.spec, request.bundle, Rootfs(request.rootfs), bundle.annotations.get(bundles.LAYER, "carry")
+        )
+        options = _runc_options(request)
+        source = _restore_source(request, options, bundle)
+        forget(state.namespace, state.id)  # of a container of this name that a crash left
+        try:
+            state.create()
+            state.write(DAEMON, self._daemon_record)
+            self._prepare_bundle(bundle, container)
+            if source:
+                self._prepare_restore(source, bundle, container, request, options)
+            bundle.write()
+            response = self.forward(call, request.encode())
+            failed = not response.ok
+        except BaseException:
+            self._undo_create(container)
+            raise
+        if failed:
+            self._undo_create(container)
+        else:
+            self._containers[request.id] = container
+        return response
+
+    def _prepare_bundle(self, bundle: bundles.Bundle, container: Container) -> None:
+        container.criu_config = bundle.annotations.get(bundles.CRIU_CONFIG)
+        # The content is written by the operation that needs it: a container that is never snapshotted needs no CRIU.
+        path = container.state.write(CRIU_CONF, "# written by fermata before each operation\n")
+        bundle.annotate(bundles.CRIU_CONFIG, path)
+        if netns.choose(bundle.spec, bundle.annotations.get(bundles.NETNS)).kind == netns.PRIVATE:
+            container.netns = netns.create(container.state.namespace, container.state.id)
+            netns.enter(bundle.spec, container.netns)
+
+    def _prepare_restore(
+        self,
+        source: str,
+        bundle: bundles.Bundle,
+        container: Container,
+        request: task.CreateTaskRequest,
+        options: task.RuncOptions,
+    ) -> None:
+        from shim import restore
+
+        container.restore_source = source
+        manifest = restore.check(source, bundle.spec)
+        container.restore_logs = container.state.new_log_dir("restore")
+        restore.write_criu_config(container, self.config)
+        container.applied = restore.apply_layer(manifest, source, container, explicit=bool(request.checkpoint))
+        self.log(
+            "info",
+            "restoring",
+            container=container.state.id,
+            snapshot=source,
+            entries=(manifest.layer or {}).get("entries", 0),
+        )
+        request.checkpoint = source
+        options.criu_image_path = ""
+        options.criu_work_path = container.restore_logs
+        request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
+
+    def _undo_create(self, container: Container) -> None:
+        self._take_back_layer(container)
+        forget(container.state.namespace, container.state.id)
+
+    def _take_back_layer(self, container: Container) -> None:
+        applied, container.applied = container.applied, None
+        if applied is None:
+            return
+        try:
+            applied.undo()
+        except Exception as error:
+            self.log("error", "the restored layer could not be taken back", container=container.state.id, error=error)
+
+    # Start -------------------------------------------------------------------------------------------------------
+
+    def start(self, call: Call) -> Response:
+        """Hand off; the first start of a restoring container is the restore."""
+        request = task.ExecRequest.decode(call.request.payload)
+        container = self._containers.get(request.id)
+        if request.exec_id or container is None or container.restore_source is None:
+            return self.forward(call)
+        began = time.monotonic()
+        response = self.forward(call)
+        if response.status is not None and response.status.code:
+            from shim import restore
+
+            response.status.message = restore.explain_failure(container, response.status.message)
+            self.log("error", "restore failed", container=request.id, error=response.status.message)
+            return response
+        self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
+        container.restore_source = None
+        applied, container.applied = container.applied, None
+        if applied is not None:
+            applied.commit()
+        return response
+
+    # Checkpoint --------------------------------------------------------------------------------------------------
+
+    def checkpoint(self, call: Call) -> Response:
+        """Take a snapshot. Refused before the container is touched where it cannot work."""
+        from shim.take import Take
+
+        request = task.CheckpointTaskRequest.decode(call.request.payload)
+        container = self._containers.get(request.id)
+        if container is None:
+            return self.forward(call)  # not ours to know: the stock shim says what it thinks of the id
+        options = _checkpoint_options(request)
+        if not container.take.acquire(False):
+            raise ShimError(
+                f"a snapshot of {request.id} is being taken already: wait for it, then try again", FAILED_PRECONDITION
+            )
+        try:
+            take = Take(container, request.path or options.image_path, options, self.config, self.log)
+            return take.run(lambda payload: self.forward(call, payload))
+        finally:
+            container.take.release()
+
+    # Delete ------------------------------------------------------------------------------------------------------
+
+    def delete(self, call: Call) -> Response:
+        """Hand off; with the container goes everything that was made for it."""
+        response = self.forward(call)
+        request = task.ExecRequest.decode(call.request.payload)
+        if response.ok and not request.exec_id:
+            container = self._containers.pop(request.id, None)
+            if container is not None:
+                # After a failed restore the root file system is unmounted by now, and the layer can go back.
+                self._take_back_layer(container)
+                forget(container.state.namespace, container.state.id)
+        return response
+
+
+def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
+    if request.options is None or not request.options.value:
+        return task.RuncOptions()
+    if request.options.type_url != task.RUNC_OPTIONS:
+        raise ShimError(
+            f"the runtime options are of type {request.options.type_url}; fermata takes runc's, {task.RUNC_OPTIONS}",
+            INVALID_ARGUMENT,
+        )
+    return task.RuncOptions.decode(request.options.value)
+
+
+def _checkpoint_options(request: task.CheckpointTaskRequest) -> task.CheckpointOptions:
+    if request.options is None or not request.options.value:
+        return task.CheckpointOptions()
+    if request.options.type_url != task.CHECKPOINT_OPTIONS:
+        raise ShimError(
+            f"the checkpoint options are of type {request.options.type_url}; fermata takes {task.CHECKPOINT_OPTIONS}",
+            INVALID_ARGUMENT,
+        )
+    return task.CheckpointOptions.decode(request.options.value)
+
+
+def _restore_source(request: task.CreateTaskRequest, options: task.RuncOptions, bundle: bundles.Bundle) -> str | None:
+    """The snapshot directory to restore from: the client's, or the annotation's.
+
+    Raises ShimError when they name two different ones.
+    """
+    by_client = request.checkpoint or options.criu_image_path
+    by_annotation = bundle.annotations.get(bundles.RESTORE_FROM)
+    if by_client and by_annotation and os.path.realpath(by_client) != os.path.realpath(by_annotation):
+        raise ShimError(
+            f"two snapshots to restore from: the client names {by_client}, the annotation {bundles.RESTORE_FROM} names "
+            f"{by_annotation}; leave one out",
+            INVALID_ARGUMENT,
+        )
+    return by_client or by_annotation or None

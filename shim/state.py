@@ -1,0 +1,107 @@
+"""What the shim keeps of a container outside its own memory, so that `delete` can clean up after a crash.
+
+`/run/fermata/<namespace>/<id>/` is gone after a reboot, as the container is. `/var/log/fermata/<namespace>/<id>/`
+keeps the logs of the newest operations.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shim.errors import INVALID_ARGUMENT, ShimError
+
+RUN = "/run/fermata"
+LOGS = "/var/log/fermata"
+KEPT_OPERATIONS = 10
+
+
+def check_identifier(kind: str, name: str) -> str:
+    """Return `name` if it is letters, digits and `.`, `_`, `-` between them. Raises ShimError otherwise.
+
+    containerd has checked it already (pkg/identifiers); a shim that removes directories by name, and puts names into
+    configuration files and commands, checks again.
+    """
+    plain = name.replace(".", "").replace("_", "").replace("-", "")
+    if not (plain.isascii() and plain.isalnum() and name[0].isalnum() and len(name) <= 76):
+        raise ShimError(f"{kind} {name!r} is not an identifier of containerd's", INVALID_ARGUMENT)
+    return name
+
+
+class State:
+    """The state directory of one container, mode 0700."""
+
+    def __init__(self, namespace: str, container_id: str, *, run: str = RUN, logs: str = LOGS) -> None:
+        self.namespace = check_identifier("namespace", namespace)
+        self.id = check_identifier("container id", container_id)
+        self.path = f"{run}/{namespace}/{container_id}"
+        self.log_path = f"{logs}/{namespace}/{container_id}"
+
+    def create(self) -> None:
+        """Make the directory."""
+        os.makedirs(self.path, mode=0o700, exist_ok=True)
+
+    def write(self, name: str, text: str) -> str:
+        """Write a small file of the directory, by rename, and return its path."""
+        path = f"{self.path}/{name}"
+        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+        os.rename(f"{path}.new", path)
+        return path
+
+    def read(self, name: str) -> str | None:
+        """Read a file of the directory; None when it is not there."""
+        try:
+            fd = os.open(f"{self.path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            return os.read(fd, 1 << 20).decode()
+        finally:
+            os.close(fd)
+
+    def remove(self) -> None:
+        """Remove the directory and what is in it, and the namespace's when it is empty now."""
+        remove_tree(self.path)
+        try:
+            os.rmdir(os.path.dirname(self.path))
+        except OSError:
+            pass  # other containers, or gone already
+
+    def new_log_dir(self, operation: str) -> str:
+        """Make a directory for the logs of one operation (`dump`, `restore`), the newest ten of a container are
+        kept."""
+        import time
+
+        os.makedirs(self.log_path, mode=0o700, exist_ok=True)
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
+        path = f"{self.log_path}/{stamp}-{operation}"
+        os.mkdir(path, mode=0o700)
+        for old in sorted(os.listdir(self.log_path))[:-KEPT_OPERATIONS]:
+            remove_tree(f"{self.log_path}/{old}")
+        return path
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory tree that only root writes to; what is gone already is no error."""
+    try:
+        entries = list(os.scandir(path))
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        os.unlink(path)
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(entry.path)
+        else:
+            try:
+                os.unlink(entry.path)
+            except FileNotFoundError:
+                pass
+    try:
+        os.rmdir(path)
+    except FileNotFoundError:
+        pass

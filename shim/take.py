@@ -1,0 +1,254 @@
+"""Taking a snapshot: the dump through the stock shim, the layer while CRIU holds the processes, fermata.json last."""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import os
+import platform
+import sys
+import time
+
+from shim import manifest as manifests
+from shim import task
+from shim.errors import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
+from shim.ttrpc import AnyMessage, Response
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from layerwriter import Layer
+    from shim.config import Config
+    from shim.log import Log
+    from shim.snapshot import Container
+
+HOOK_SOCKET = "hook.sock"
+
+
+class Take:
+    """One snapshot of one container into one directory.
+
+    Any failure leaves the container as it was and the directory without fermata.json.
+    """
+
+    def __init__(
+        self, container: Container, directory: str, options: task.CheckpointOptions, config: Config, log: Log
+    ) -> None:
+        self.container = container
+        self.directory = directory
+        self.options = options
+        self.config = config
+        self.log = log
+        self.steps: dict[str, float] = {}
+        self.layer: Layer | None = None
+        self._hook_error: Exception | None = None
+        self._hook_ran = False
+
+    def run(self, dump: Callable[[bytes], Response]) -> Response:
+        """Take it; `dump` makes the Checkpoint call at the stock shim. Raises ShimError."""
+        from shim import criu
+
+        container = self.container
+        began = time.monotonic()
+        installed = criu.installed(self.config)
+        self._check_layer()
+        self._prepare_directory()
+        logs = container.state.new_log_dir("dump")
+        self.log("info", "taking a snapshot", container=container.state.id, directory=self.directory, logs=logs)
+        request = task.CheckpointTaskRequest(id=container.state.id, path=self.directory)
+        self.options.image_path = ""
+        self.options.work_path = logs
+        request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
+        with _Hook(f"{container.state.path}/{HOOK_SOCKET}", self._write_layer) as hook:
+            criu.write_config(
+                container,
+                self.config,
+                operation="dump",
+                action_script=hook.command,
+                ext_unix_sk=self.options.external_unix_sockets,
+            )
+            dumping = time.monotonic()
+            response = dump(request.encode())
+        if not response.ok or self._hook_error is not None:
+            self._discard()
+            if isinstance(self._hook_error, ShimError):
+                raise self._hook_error
+            if self._hook_error is not None:
+                raise ShimError(f"snapshot of {container.state.id} failed: {self._hook_error}") from self._hook_error
+            assert response.status is not None
+            response.status.message = criu.explain(
+                f"{logs}/dump.log", response.status.message, f"snapshot of {container.state.id} failed"
+            )
+            self.log("error", "snapshot failed", container=container.state.id, error=response.status.message)
+            return response
+        if not self._hook_ran:
+            self._discard()
+            raise ShimError(
+                f"snapshot of {container.state.id} failed: CRIU did not run the action script after the dump; "
+                f"log: {logs}/dump.log",
+                FAILED_PRECONDITION,
+            )
+        self.steps["dump"] = time.monotonic() - dumping - self.steps.get("layer", 0.0)
+        self._describe(installed, began).write(self.directory)
+        self.log(
+            "info",
+            "snapshot taken",
+            container=container.state.id,
+            directory=self.directory,
+            seconds=f"{time.monotonic() - began:.3f}",
+            **{name: f"{seconds:.3f}" for name, seconds in self.steps.items()},
+        )
+        return response
+
+    def _check_layer(self) -> None:
+        container = self.container
+        if container.layer == "none" or container.rootfs.kind == "directory":
+            return
+        container.rootfs.require_overlay(f"take the writable layer of container {container.state.id}")
+
+    def _prepare_directory(self) -> None:
+        path = self.directory
+        if not path.startswith("/"):
+            raise ShimError(f"snapshot directory {path!r} must be an absolute path", INVALID_ARGUMENT)
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            if os.listdir(path):
+                raise ShimError(f"snapshot directory {path} is not empty: name a new one", ALREADY_EXISTS)
+            os.chmod(path, 0o700)
+        except OSError as error:
+            raise ShimError(
+                f"cannot use {path} as a snapshot directory: {error.strerror}", FAILED_PRECONDITION
+            ) from error
+
+    def _write_layer(self) -> None:
+        """Write the layer; CRIU holds the processes meanwhile, and its link-remap files are there."""
+        self._hook_ran = True
+        container = self.container
+        if container.layer == "none" or container.rootfs.kind == "directory":
+            return
+        import layerwriter
+
+        began = time.monotonic()
+        rootfs = container.rootfs
+        upper = rootfs.require_overlay(f"take the writable layer of container {container.state.id}")
+        compressed = self.config.layer_compression == "zstd"
+        out = f"{self.directory}/layer.tar{'.zst' if compressed else ''}"
+        compression = "zstd" if compressed else "none"
+        try:
+            choice = layerwriter.choose(rootfs.options)
+            if choice.made_by == "upperdir":
+                self.layer = layerwriter.write(
+                    upper,
+                    out,
+                    compression=compression,
+                    limit=self.config.layer_limit,
+                    xattr_prefix=rootfs.xattr_prefix,
+                )
+        except layerwriter.LayerError as error:
+            self._hook_error = ShimError(f"snapshot of {container.state.id} failed: {error}", FAILED_PRECONDITION)
+            raise self._hook_error from error
+        except BaseException as error:
+            self._hook_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            raise
+        finally:
+            self.steps["layer"] = time.monotonic() - began
+
+    def _discard(self) -> None:
+        """Remove what this take wrote; the directory was empty before."""
+        from shim.state import remove_tree
+
+        for name in os.listdir(self.directory):
+            remove_tree(f"{self.directory}/{name}")
+
+    def _describe(self, installed: Any, began: float) -> manifests.Manifest:
+        container = self.container
+        now = time.time()
+        data: dict[str, Any] = {
+            "version": {"major": manifests.MAJOR, "minor": manifests.MINOR},
+            "taken": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now)),
+            "container": {
+                "id": container.state.id,
+                "namespace": container.state.namespace,
+                "image": (container.spec.get("annotations") or {}).get("io.kubernetes.cri.image-name"),
+                "left_running": not self.options.exit,
+            },
+            "requires": {
+                "architecture": platform.machine(),
+                "kernel": platform.release(),
+                "criu": ".".join(map(str, installed.version)),
+                "mounts": manifests.describe_mounts(container.spec),
+            },
+            "layer": None,
+            "steps": {name: round(seconds, 6) for name, seconds in self.steps.items()},
+        }
+        if self.layer is not None:
+            data["layer"] = {
+                "file": os.path.basename(self.layer.path),
+                "digest": self.layer.digest,
+                "diff_id": self.layer.diff_id,
+                "size": self.layer.size,
+                "entries": self.layer.entries,
+                "made_by": self.layer.made_by,
+                "reason": self.layer.reason,
+                "notes": list(self.layer.notes),
+            }
+        data["steps"]["total"] = round(time.monotonic() - began, 6)
+        return manifests.Manifest(data)
+
+
+class _Hook:
+    """Serves CRIU's action script: runs `work` when CRIU has dumped the tree, and answers it."""
+
+    def __init__(self, path: str, work: Callable[[], None]) -> None:
+        self._path = path
+        self._work = work
+        self._done = _thread.allocate_lock()
+        script = f"{os.path.dirname(os.path.abspath(__file__))}/hook.py"
+        # CRIU gives this to `sh -c` at every stage; only one of them is worth starting Python. A container's id has no
+        # character that a shell would read (State checks it, and containerd before it).
+        self.command = (
+            f"test $CRTOOLS_SCRIPT_ACTION != post-dump || exec {sys.executable or 'python3'} -I -S {script} {path}"
+        )
+
+    def __enter__(self) -> _Hook:
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        self._sock.bind(self._path)
+        self._sock.listen(1)
+        self._done.acquire()
+        _thread.start_new_thread(self._serve, ())
+        return self
+
+    def _serve(self) -> None:
+        try:
+            fd, _ = self._sock._accept()  # type: ignore[attr-defined]
+            connection = _socket.socket(fileno=fd)
+            try:
+                if connection.recv(64):
+                    self._work()
+                    connection.sendall(b"ok\n")
+            finally:
+                connection.close()
+        except OSError:
+            pass  # closed from outside: the dump ended without reaching this stage
+        except Exception:
+            pass  # `work` keeps its own error; the script has seen the connection end
+        finally:
+            self._done.release()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._sock.shutdown(_socket.SHUT_RDWR)  # wakes the accept
+        except OSError:
+            pass
+        self._done.acquire()
+        self._sock.close()
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass
