@@ -1,22 +1,35 @@
-"""CRIU's action script at the end of a dump: tells the shim that the tree is dumped, and waits until the layer is
-written.
+"""CRIU's action script at the end of a dump: tells the shim that the tree is dumped, and waits until the layer is written.
 
 CRIU holds the processes until this program ends. Status 0: go on; any other makes CRIU take the dump back and let the
-processes go on. It is run as `python3 -I -S hook.py SOCKET` by CRIU, which is not our child, so the shim is reached
-by a socket; when the shim has died the connection ends and the dump is taken back.
+processes go on. CRIU runs it without arguments (its configuration file cannot write any), so the shim's socket is found by
+the directory that the images go to. When the shim has died the connection ends, and the dump is taken back.
 """
 
 from __future__ import annotations
 
-import _socket
+import os
 import sys
 
-sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-try:
-    sock.connect(sys.argv[1])
-    sock.sendall(b"post-dump\n")
-    answer = sock.recv(64)
-except OSError as error:
-    print(f"fermata: {sys.argv[1]}: {error}", file=sys.stderr)
-    answer = b""
-sys.exit(0 if answer == b"ok\n" else 1)
+
+def socket_path(images: str) -> str:
+    """The socket of the take that writes into the directory `images`. Raises OSError when there is no such directory."""
+    status = os.stat(images)
+    return f"/run/fermata/hook-{status.st_dev:x}-{status.st_ino:x}.sock"
+
+
+def main() -> int:
+    """Report and wait; 0 when the layer is written."""
+    import _socket
+
+    sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
+    try:
+        sock.connect(socket_path(os.environ["CRTOOLS_IMAGE_DIR"]))
+        sock.sendall(b"post-dump\n")
+        return 0 if sock.recv(64) == b"ok\n" else 1
+    except (OSError, KeyError) as error:
+        print(f"fermata: the shim cannot be reached after the dump: {error!r}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,12 +6,12 @@ import _socket
 import _thread
 import os
 import platform
-import sys
 import time
 
 from shim import manifest as manifests
 from shim import task
 from shim.errors import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
+from shim.hook import socket_path
 from shim.ttrpc import AnyMessage, Response
 
 TYPE_CHECKING = False
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shim.log import Log
     from shim.snapshot import Container
 
-HOOK_SOCKET = "hook.sock"
+HOOK = f"{os.path.dirname(os.path.abspath(__file__))}/hook.sh"
 
 
 class Take:
@@ -61,12 +61,12 @@ class Take:
         self.options.image_path = ""
         self.options.work_path = logs
         request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
-        with _Hook(f"{container.state.path}/{HOOK_SOCKET}", self._write_layer) as hook:
+        with _Hook(self.directory, self._write_layer):
             criu.write_config(
                 container,
                 self.config,
                 operation="dump",
-                action_script=hook.command,
+                action_script=HOOK,
                 ext_unix_sk=self.options.external_unix_sockets,
             )
             dumping = time.monotonic()
@@ -201,16 +201,10 @@ class Take:
 class _Hook:
     """Serves CRIU's action script: runs `work` when CRIU has dumped the tree, and answers it."""
 
-    def __init__(self, path: str, work: Callable[[], None]) -> None:
-        self._path = path
+    def __init__(self, directory: str, work: Callable[[], None]) -> None:
+        self._path = socket_path(directory)
         self._work = work
         self._done = _thread.allocate_lock()
-        script = f"{os.path.dirname(os.path.abspath(__file__))}/hook.py"
-        # CRIU gives this to `sh -c` at every stage; only one of them is worth starting Python. A container's id has no
-        # character that a shell would read (State checks it, and containerd before it).
-        self.command = (
-            f"test $CRTOOLS_SCRIPT_ACTION != post-dump || exec {sys.executable or 'python3'} -I -S {script} {path}"
-        )
 
     def __enter__(self) -> _Hook:
         try:
