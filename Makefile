@@ -1,4 +1,4 @@
-# make test, make demo: set up all they need, on a fresh Debian or Ubuntu as root.
+# make test and make demo set up all they need, on a fresh Debian or Ubuntu as root.
 
 PREFIX ?= /usr/local
 PYTHON ?= python3
@@ -7,8 +7,31 @@ BIN = $(DESTDIR)$(PREFIX)/bin
 PACKAGES = shim layerwriter criuconf
 SCRIPTS = containerd-shim-fermata-v1 fermata
 
-.PHONY: install uninstall
+VENV = .venv
+TOOLS = pytest hypothesis mypy ruff zstandard
+# Programs that tests and the node need, each with the package that has it.
+PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
 
+.PHONY: test lint unit node demo install uninstall clean programs
+
+test: lint
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+unit: $(VENV)/ready
+	$(VENV)/bin/python -m pytest tests/unit
+
+node: $(VENV)/ready
+	$(VENV)/bin/python -m pytest tests/node
+
+demo: programs
+	$(PYTHON) packaging/demo/demo.py
+
+# Without DESTDIR, the modules are compiled too. With it, by whoever knows the python3 that is going to run them.
 install:
 	rm -rf $(LIB)
 	install -d $(LIB) $(BIN)
@@ -19,3 +42,26 @@ install:
 uninstall:
 	rm -rf $(LIB)
 	cd $(BIN) && rm -f $(SCRIPTS)
+
+clean:
+	$(PYTHON) packaging/node down --all
+	rm -rf .cache $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+programs:
+	@missing=; for pair in $(PROGRAMS); do \
+	  command -v $${pair%%:*} >/dev/null 2>&1 || test -x /usr/sbin/$${pair%%:*} || missing="$$missing $${pair##*:}"; \
+	done; \
+	if [ -n "$$missing" ]; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends $$missing; \
+	  else echo "missing, and only root can install them:$$missing" >&2; fi; \
+	fi
+
+# On Debian and Ubuntu the venv module lacks what it needs until python3-venv is installed.
+$(VENV)/ready: pyproject.toml Makefile | programs
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); apt-get -q update; \
+	  DEBIAN_FRONTEND=noninteractive apt-get -qy install --no-install-recommends python3-venv && $(PYTHON) -m venv $(VENV); }
+	$(VENV)/bin/python -m pip install --quiet $(TOOLS)
+	touch $@

@@ -50,7 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--cri", action="store_true", help="with containerd's CRI plugins")
     up.add_argument("--no-install", action="store_true", help="without fermata")
     up.add_argument("--no-image", action="store_true", help="without the test image")
-    add("down", _down, "take a node down, and remove all that it left")
+    down = add("down", _down, "take a node down, and remove all that it left", named=False)
+    down.add_argument("node", metavar="NODE", nargs="?")
+    down.add_argument("--dir", type=Path, help="the node's directory (default: in the cache)")
+    down.add_argument("--all", action="store_true", help="every node in the cache")
     add("status", _status, "the nodes there are", named=False)
     for name in ("run", "exec"):
         add(name, _run, "run a command in a node: run NODE -- COMMAND…").add_argument("rest", nargs="*")
@@ -93,6 +96,13 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
+    if options.all:
+        for node in Node.known():
+            node.down()
+            print(f"{node.name} is down")
+        return 0
+    if not options.node:
+        raise NodeError("say which node, or --all")
     there = Node.take_down(options.node, options.dir)
     print(f"{options.node} is down" if there else f"there is no node {options.node}")
     return 0

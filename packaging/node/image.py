@@ -27,10 +27,16 @@ NAME_KEY = "io.containerd.image.name"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 CONFIG = {"Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"], "Cmd": ["/bin/sh"]}
 # Of a stack's root, what a container has no use for.
-NOT_IN_IMAGE = "containerd runc criu libcriu2 iptables nftables libnftables1 iproute2 apt libapt-pkg* perl-base".split()
+NOT_IN_IMAGE = (
+    *("containerd", "runc", "criu", "libcriu2", "iptables", "nftables", "libnftables1", "iproute2"),
+    *("apt", "libapt-pkg*", "perl-base"),
+)
 NOT_COPIED = ("proc", "sys", "dev", "run", "tmp", "boot", "var/lib/apt", "var/cache", "var/log", "var/lib/dpkg")
 # The programs that an image made from the host's own files holds.
-HOST_PROGRAMS = "sh true false cat ls sleep mkdir rm mv cp ln stat id env touch head tail wc kill ps".split()
+HOST_PROGRAMS = (
+    *("sh", "true", "false", "cat", "ls", "sleep", "mkdir", "rm", "mv", "cp", "ln", "stat", "id", "env", "touch"),
+    *("head", "tail", "wc", "kill", "ps"),
+)
 
 
 def write(layer: Path, out: Path, name: str, config: dict[str, Any] | None = None) -> Path:
@@ -150,9 +156,9 @@ def test_image(stack_name: str, root: Path) -> Path:
 
 
 def _not_in_image(root: Path) -> Iterator[str]:
-    for path in NOT_COPIED:
+    for emptied in NOT_COPIED:
         # The directory stays, as a place to mount on.
-        yield from (f"{path}/{entry.name}" for entry in (root / path).glob("*"))
+        yield from (f"{emptied}/{entry.name}" for entry in (root / emptied).glob("*"))
     info = root / "var/lib/dpkg/info"
     for package in NOT_IN_IMAGE:
         for listed in (*info.glob(f"{package}.list"), *info.glob(f"{package}:*.list")):
@@ -164,14 +170,14 @@ def _not_in_image(root: Path) -> Iterator[str]:
 
 def _copy_host(to: Path) -> None:
     """A small root from the host's own files: python3 with its standard library, a few programs, what they link to."""
-    for path in ("proc", "sys", "dev", "run", "tmp", "etc", "root", "var/tmp", "usr/bin", "usr/lib"):
-        (to / path).mkdir(parents=True, exist_ok=True)
+    for made in ("proc", "sys", "dev", "run", "tmp", "etc", "root", "var/tmp", "usr/bin", "usr/lib"):
+        (to / made).mkdir(parents=True, exist_ok=True)
     (to / "tmp").chmod(0o1777)
-    for path in ("bin", "lib", "lib64", "sbin"):
-        host = Path("/", path)
+    for top in ("bin", "lib", "lib64", "sbin"):
+        host = Path("/", top)
         if host.is_symlink():
-            (to / path).symlink_to(host.readlink())
-            (to / "usr" / path).mkdir(parents=True, exist_ok=True)
+            (to / top).symlink_to(host.readlink())
+            (to / "usr" / top).mkdir(parents=True, exist_ok=True)
     (to / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (to / "etc/group").write_text("root:x:0:\n")
     python = Path(shutil.which("python3", path="/usr/bin:/usr/local/bin:/bin") or "")

@@ -118,7 +118,7 @@ def _supervise(containerd: list[str]) -> None:
             if pid == daemon:
                 daemon = 0
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(PID_FILE)  # noqa: PTH108 (pathlib may import lazily, and there is nothing to import from)
+                    os.unlink(PID_FILE)
 
 
 def _start(argv: list[str]) -> int:
@@ -138,9 +138,9 @@ def _start(argv: list[str]) -> int:
 
 
 def _write_pid(pid: int) -> None:
-    with open(PID_FILE + ".new", "w") as file:  # noqa: PTH123 (as above)
+    with open(PID_FILE + ".new", "w") as file:
         file.write(str(pid))
-    os.rename(PID_FILE + ".new", PID_FILE)  # noqa: PTH104 (as above)
+    os.rename(PID_FILE + ".new", PID_FILE)
 
 
 def _reaped() -> list[int]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from node import cgroup, image, stack
 from node.errors import NodeError
-from node.init import PATH
+from node.init import HOST_RUN, PATH
 
 SOCKET = "/run/containerd/containerd.sock"
 ENVIRONMENT = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
@@ -155,6 +156,11 @@ class Node:
         """containerd's log, at level debug."""
         return self.logs / "containerd.log"
 
+    @property
+    def host_run(self) -> tuple[str, ...]:
+        """What of the host's /run is mounted in the node's, relative to it."""
+        return HOST_RUN if self.stack == "host" else ()
+
     def path(self, inside: str) -> Path:
         """Where the host sees the absolute path ``inside`` of the node. (Absolute links in it would lead astray.)"""
         return Path(f"/proc/{self.pid}/root", inside.lstrip("/"))
@@ -289,9 +295,7 @@ class Node:
 
     def import_image(self, archive: Path | None = None, *, namespace: str = "default", timeout: float = 600) -> str:
         """Import an OCI layout tar (default: the test image) and return the name that the image has."""
-        archive = archive or image.test_image(self.stack, stack.root(self.stack))
-        inside = f"/srv/{archive.name}"
-        # A link or a copy would do as well, but the tar may be on another file system: containerd reads it from stdin.
+        archive = archive or image.test_image(self.stack, Path(self.facts["root"]))
         with archive.open("rb") as file:
             command = ["ctr", "--address", SOCKET, "--namespace", namespace, "image", "import", "--local", "-"]
             if self.containerd_version() < (2,):
@@ -305,7 +309,7 @@ class Node:
                     process.wait()
                     raise NodeError(f"importing {archive} took longer than {timeout} s") from None
                 if process.returncode != 0:
-                    raise NodeError(f"could not import {inside}: {_text(out)}{_text(err)}")
+                    raise NodeError(f"could not import {archive}: {_text(out)}{_text(err)}")
         return image.name_in(archive)
 
     # -- making and unmaking -----------------------------------------------------------------------------------------
@@ -390,17 +394,18 @@ class Node:
         while True:
             found = self.processes()
             if not found:
-                return
+                break
             if time.monotonic() > until:
                 raise NodeError(f"processes of the node {self.name} do not end: {sorted(found)}")
             cgroup.thaw(self.facts["token"])
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                # Ours to reap if this process started the node; PID 1's otherwise.
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
             time.sleep(0.01)
+        # Ours to reap if this very process started the node; PID 1's otherwise.
+        if self.pid:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
 
     def processes(self) -> set[int]:
         """The host's pids of all processes in the node's cgroups or in its mount namespace, but not zombies."""
@@ -454,8 +459,6 @@ def _locked(directory: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _capture() -> Iterator[Any]:
     """A file for a command's output. A pipe would be held open by what the command leaves running."""
-    import tempfile
-
     with tempfile.TemporaryFile() as file:
         yield file
 

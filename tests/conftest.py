@@ -1,0 +1,38 @@
+"""Shared by all tests: a node per stack, brought up once per session.
+
+FERMATA_STACKS   the stacks to test, comma-separated (default: trixie,sid)
+FERMATA_NODE     a node that is up already, to be used instead and left up: quick, for development
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from node import Node
+from node.stack import RECIPES, Progress
+
+STACKS = [stack for stack in os.environ.get("FERMATA_STACKS", ",".join(RECIPES)).split(",") if stack]
+
+
+@pytest.fixture(scope="session", params=[os.environ["FERMATA_NODE"]] if "FERMATA_NODE" in os.environ else STACKS)
+def running_node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    if os.geteuid() != 0:
+        pytest.skip("a node needs root")
+    if "FERMATA_NODE" in os.environ:
+        node = Node.open(request.param)
+        node.install()
+        yield node
+        return
+    # Building a root takes a minute the first time: say so, past pytest's capturing.
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        node = Node.up(stack_name=request.param, say=Progress())
+    with node:
+        node.import_image()
+        yield node
+        if request.session.testsfailed:
+            sys.stderr.write(f"\ncontainerd of {node.name} ({node.stack}) last said:\n{node.log.read_text()[-4000:]}\n")

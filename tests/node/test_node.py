@@ -1,0 +1,167 @@
+"""Bringing nodes up and down: nothing is left, nothing collides."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node import Node, NodeError, cgroup, stack
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a node needs root")
+STACK = os.environ.get("FERMATA_STACKS", "trixie").split(",")[0]
+
+
+@pytest.fixture
+def fresh():
+    """Nodes made by a test; whatever happens, they go."""
+    made: list[Node] = []
+
+    def up(**options) -> Node:
+        node = Node.up(stack_name=STACK, install=False, **options)
+        made.append(node)
+        return node
+
+    yield up
+    for node in made:
+        node.down()
+
+
+def traces(node: Node) -> list[str]:
+    """What this machine still shows of a node."""
+    token, found = node.facts["token"], []
+    found += [f"process {pid}" for pid in node.processes()]
+    found += [f"cgroup {h.mountpoint}" for h in cgroup.hierarchies() if cgroup.directory(h, token).exists()]
+    for info in Path("/proc").glob("[0-9]*/mountinfo"):
+        try:
+            text = info.read_text()
+        except OSError:
+            continue
+        if token in text or f"{node.directory}/" in text:
+            found.append(f"mount seen by {info.parent.name}")
+    found += [str(path) for path in node.directory.parent.glob(f"*{node.directory.name}*")]
+    return found
+
+
+def network_namespaces() -> set[str]:
+    listed = subprocess.run(["lsns", "-n", "-t", "net", "-o", "NS"], capture_output=True, text=True, check=True)
+    return set(listed.stdout.split())
+
+
+def busy(node: Node) -> None:
+    """Give the node a container with a network namespace of its own, paused, and a process beside it."""
+    node.import_image()
+    node.exec(["ip", "netns", "add", "left-behind"])
+    node.ctr("run", "--detach", "docker.io/library/fermata-test:latest", "busy", "sleep", "1000")
+    node.ctr("tasks", "pause", "busy")
+    node.popen(["sleep", "1000"])
+
+
+def test_down_leaves_no_trace(fresh):
+    mounts = Path("/proc/self/mountinfo").read_text()
+    node = fresh()
+    busy(node)
+    assert len(traces(node)) >= 4
+    inside = Path(f"/proc/{node.pid}/ns/mnt").readlink()
+    node.down()
+    assert traces(node) == []
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert str(inside)[5:-1] not in subprocess.run(["lsns", "-n", "-o", "NS"], capture_output=True, text=True).stdout
+
+
+def test_down_leaves_no_trace_of_a_node_whose_processes_were_all_killed(fresh):
+    node = fresh()
+    busy(node)
+    for pid in (node.pid, node.containerd_pid()):
+        os.kill(pid, signal.SIGKILL)
+    shims = [pid for pid in node.processes() if b"containerd-shim" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert shims
+    for pid in shims:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(node.pid, 0)
+    assert not node.alive()
+    assert node.processes(), "the paused container should still be there, or this shows nothing"
+    node.down()
+    assert traces(node) == []
+
+
+def test_down_does_nothing_the_second_time(fresh):
+    node = fresh()
+    node.down()
+    node.down()
+    assert Node.take_down(node.name) is False
+
+
+def test_two_nodes_hold_containers_of_one_name_and_know_nothing_of_each_other(fresh):
+    first, second = fresh(), fresh()
+    for node in (first, second):
+        node.import_image()
+        node.ctr("run", "--detach", "docker.io/library/fermata-test:latest", "same", "sleep", "1000")
+    assert first.ctr("tasks", "list", "-q").stdout == second.ctr("tasks", "list", "-q").stdout == "same\n"
+    first.down()
+    assert "RUNNING" in second.ctr("tasks", "list").stdout
+
+
+def test_the_kept_root_stays_as_it_was_built(fresh):
+    node = fresh()
+    node.exec(["sh", "-c", "rm /usr/bin/env; echo changed >/etc/hostname"])
+    root = Path(node.facts["root"])
+    assert (root / "usr/bin/env").exists()
+    assert not (root / "etc/hostname").exists() or (root / "etc/hostname").read_text() != "changed\n"
+
+
+def test_a_name_in_use_is_refused(fresh):
+    node = fresh()
+    with pytest.raises(NodeError, match="is up already"):
+        fresh(name=node.name)
+    assert node.ctr("version").returncode == 0
+
+
+def test_a_command_that_takes_too_long_is_ended_and_named(fresh):
+    node = fresh()
+    with pytest.raises(NodeError, match=r"sleep 1000 took longer than 0\.2 s"):
+        node.exec(["sleep", "1000"], timeout=0.2)
+
+
+def test_input_output_and_status_pass_through_exec(fresh):
+    node = fresh()
+    assert node.exec(["sh", "-c", "cat; echo no >&2; exit 7"], input="yes", check=False) == (7, "yes", "no\n")
+    with pytest.raises(NodeError, match="ended with 7"):
+        node.exec(["sh", "-c", "exit 7"])
+
+
+def test_containerd_reads_the_drop_ins_that_a_test_brings(fresh):
+    node = fresh(drop_ins={"10-metrics.toml": '[metrics]\n  address = "127.0.0.1:0"\n'})
+    assert "127.0.0.1:0" in node.exec(["containerd", "config", "dump"]).stdout
+
+
+def test_the_cri_plugins_are_on_only_when_asked_for(fresh):
+    assert "io.containerd.grpc.v1" in (said := fresh().ctr("plugins", "list").stdout)
+    assert " cri " not in said
+    plugins = fresh(cri=True).ctr("plugins", "list").stdout
+    assert any("cri" in line.split() and line.split()[-1] == "ok" for line in plugins.splitlines())
+
+
+def test_the_command_line_runs_what_it_is_told(fresh):
+    node = fresh()
+    command = [sys.executable, str(stack.PROJECT / "packaging/node")]
+    done = subprocess.run(
+        [*command, "run", node.name, "--", "sh", "-c", "echo in; exit 5"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (5, "in\n")
+    done = subprocess.run([*command, "run", "nowhere", "--", "true"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("node: no node nowhere is up; start one:")
+
+
+def test_fermata_is_installed_and_compiled_by_the_python_that_runs_it(fresh):
+    node = fresh()
+    node.install()
+    version = node.exec(["python3", "-c", "import sys; print(sys.implementation.cache_tag)"]).stdout.strip()
+    compiled = node.exec(["find", "/usr/local/lib/fermata", "-name", "*.pyc"]).stdout.split()
+    assert compiled
+    assert all(f".{version}." in path for path in compiled)
