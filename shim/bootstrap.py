@@ -121,8 +121,8 @@ def _start(arguments: Arguments) -> int:
     arguments.required("namespace")
     arguments.required("id")
     action = _run_stock(arguments)
-    # While the stock shim starts: everything that the daemon needs, so that nothing is imported twice after the fork.
-    from shim import cleanup, client, config, log, runc, snapshot, stock  # noqa: F401
+    # While the stock shim starts.
+    from shim import cleanup, client, config, log, runc, stock  # noqa: F401
 
     settings = config.load()
     status, out = action.finish()
@@ -192,12 +192,14 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
     """The life of the daemon, in the forked child. Does not return."""
     status = 1
     try:
+        import _signal  # signal makes enums of its numbers, which takes 2 ms
         import gc
-        import signal
 
         from shim import runc
         from shim.cleanup import record
         from shim.log import Log
+
+        # With json in it, the dearest import: after the fork, while containerd connects.
         from shim.snapshot import SnapshotShim
 
         os.setsid()
@@ -209,8 +211,8 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
             os.dup2(fd, target)
         os.chdir("/")
         # As the stock shim: a terminal's or a supervisor's signal to the group must not end what holds a container.
-        for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(ignored, signal.SIG_IGN)
+        for ignored in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGPIPE):
+            _signal.signal(ignored, _signal.SIG_IGN)
         runc.adjust_oom_score()
         pid = _stock_pid(bundle)
         if pid:
@@ -251,12 +253,18 @@ def _delete(arguments: Arguments) -> int:
 
     Everything is found from the disk: no daemon is needed.
     """
-    from shim import cleanup
+    from shim.state import State
 
     namespace, container_id = arguments.required("namespace"), arguments.required("id")
-    cleanup.end_orphaned_stock_shim(namespace, container_id)
-    status, out = _run_stock(arguments).finish()
-    cleanup.forget(namespace, container_id)
+    left = os.path.exists(State(namespace, container_id).path)
+    if left:
+        from shim import cleanup
+
+        cleanup.end_orphaned_stock_shim(namespace, container_id)
+    action = _run_stock(arguments)
+    if left:
+        cleanup.forget(namespace, container_id)
+    status, out = action.finish()
     _write(1, out)
     return status
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import _signal
 import os
-import signal
 
-from shim import netns
 from shim.client import connect
 from shim.state import State
 
@@ -50,7 +49,7 @@ def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
         return
     try:
         if started and start_time(pid) == started:  # checked with the descriptor open, so it cannot be another's by now
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            _signal.pidfd_send_signal(descriptor, _signal.SIGKILL)
             import select
 
             select.select([descriptor], [], [], 5)
@@ -66,6 +65,8 @@ def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
 
 def forget(namespace: str, container_id: str) -> None:
     """Remove all that is kept outside the bundle for a container, whoever made it. Idempotent. Raises ShimError."""
+    from shim import netns
+
     for path in netns.ours(namespace, container_id):
         netns.remove(path)
     State(namespace, container_id).remove()

@@ -26,7 +26,10 @@ from shim.errors import FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, ShimErr
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Callable
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
 
 DIRECTORY = "/run/netns"
 PREFIX = "fermata-"
@@ -246,3 +249,34 @@ def _call(function: str, *arguments: int | bytes | None) -> None:
         number = ctypes.get_errno()
         paths = [os.fsdecode(word) for word in arguments if isinstance(word, bytes) and word != b"none"]
         raise OSError(number, f"{function}: {os.strerror(number)}", *paths[-1:])
+
+
+def inside(path: str, work: Callable[[], T]) -> T:
+    """What `work` returns, run in a thread of its own in the network namespace at `path`.
+
+    Processes that `work` starts are in it too. The thread ends with this call. Raises what `work` raises, and OSError
+    if the namespace cannot be entered.
+    """
+    results: list[T] = []
+    failures: list[BaseException] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def enter_and_work() -> None:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _call("setns", handle, CLONE_NEWNET)
+            finally:
+                os.close(handle)
+            results.append(work())
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            done.release()
+
+    _thread.start_new_thread(enter_and_work, ())
+    done.acquire()
+    if failures:
+        raise failures[0]
+    return results[0]

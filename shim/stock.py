@@ -91,7 +91,7 @@ class Bootstrap:
                 raise ShimError(
                     f"the stock shim's start answered {answer[:200]!r}, which is no address: {error}"
                 ) from error
-        if not self.address:
+        if not self.address.startswith("unix:///"):
             raise ShimError(f"the stock shim's start answered {answer[:200]!r}, which has no address")
 
     def _json_address(self) -> str:
