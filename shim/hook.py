@@ -1,8 +1,8 @@
-"""CRIU's action script at the end of a dump: tells the shim that the tree is dumped, and waits until the layer is written.
+"""CRIU's action script at the end of a dump: tells the shim that the tree is dumped and waits for the layer.
 
 CRIU holds the processes until this program ends. Status 0: go on; any other makes CRIU take the dump back and let the
-processes go on. CRIU runs it without arguments (its configuration file cannot write any), so the shim's socket is found by
-the directory that the images go to. When the shim has died the connection ends, and the dump is taken back.
+processes go on. CRIU runs it without arguments (its configuration file cannot write any), so the shim's socket is
+found by the directory that the images go to. When the shim has died the connection ends, and the dump is taken back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def socket_path(images: str) -> str:
-    """The socket of the take that writes into the directory `images`. Raises OSError when there is no such directory."""
+    """The socket of the take that writes into the directory `images`. Raises OSError if there is none."""
     status = os.stat(images)
     return f"/run/fermata/hook-{status.st_dev:x}-{status.st_ino:x}.sock"
 

@@ -43,8 +43,8 @@ class Rootfs:
         if self.upper is not None and self.kind == "overlay":
             return self.upper
         raise ShimError(
-            f"cannot {purpose}: its root file system is of the kind {self.kind!r}, and only an overlay's writable "
-            "layer can be told apart; use the overlayfs snapshotter, or, if its files are kept elsewhere, set the annotation "
+            f"cannot {purpose}: its root file system is {self.kind!r}, and only an overlay's writable layer can be "
+            "told apart; use the overlayfs snapshotter, or, if its files are kept elsewhere, set the annotation "
             "fermata/layer=none",
             FAILED_PRECONDITION,
         )

@@ -7,7 +7,7 @@ import os
 import time
 
 from shim import bundle as bundles
-from shim import netns, task
+from shim import hostfiles, netns, task
 from shim.cleanup import DAEMON, forget
 from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
 from shim.rootfs import Rootfs
@@ -17,8 +17,6 @@ from shim.ttrpc import AnyMessage, Response
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from layerwriter import Applied
     from shim.config import Config
     from shim.log import Log
@@ -30,12 +28,12 @@ CRIU_CONF = "criu.conf"
 class Container:
     """What the shim remembers of one container between its calls."""
 
-    def __init__(self, state: State, spec: dict[str, Any], bundle: str, rootfs: Rootfs, layer: str) -> None:
+    def __init__(self, state: State, bundle: bundles.Bundle, rootfs: Rootfs) -> None:
         self.state = state
-        self.spec = spec
-        self.bundle = bundle
+        self.spec = bundle.spec
+        self.root = bundle.root
         self.rootfs = rootfs
-        self.layer = layer  # "carry" or "none", as the annotation fermata/layer
+        self.layer = bundle.annotations.get(bundles.LAYER, "carry")
         self.criu_config: str | None = None  # the container's own CRIU configuration, merged over ours
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
@@ -66,9 +64,7 @@ class SnapshotShim(RuncShim):
         bundle = bundles.Bundle(request.bundle)
         bundle.check_annotations()
         state = State(self._namespace, request.id)
-        container = Container(
-            state, bundle.spec, request.bundle, Rootfs(request.rootfs), bundle.annotations.get(bundles.LAYER, "carry")
-        )
+        container = Container(state, bundle, Rootfs(request.rootfs))
         options = _runc_options(request)
         source = _restore_source(request, options, bundle)
         forget(state.namespace, state.id)  # of a container of this name that a crash left
@@ -95,6 +91,10 @@ class SnapshotShim(RuncShim):
         # The content is written by the operation that needs it: a container that is never snapshotted needs no CRIU.
         path = container.state.write(CRIU_CONF, "# written by fermata before each operation\n")
         bundle.annotate(bundles.CRIU_CONFIG, path)
+        for edit in hostfiles.adopt(bundle.spec, container.state.path):
+            self.log(
+                "debug", "a host file became the container's own", container=container.state.id, reason=edit.reason
+            )
         if netns.choose(bundle.spec, bundle.annotations.get(bundles.NETNS)).kind == netns.PRIVATE:
             container.netns = netns.create(container.state.namespace, container.state.id)
             netns.enter(bundle.spec, container.netns)

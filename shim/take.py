@@ -8,6 +8,7 @@ import os
 import platform
 import time
 
+from shim import config as configuration
 from shim import manifest as manifests
 from shim import task
 from shim.errors import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
@@ -102,11 +103,29 @@ class Take:
         )
         return response
 
-    def _check_layer(self) -> None:
+    def _upper(self) -> str | None:
+        """The upper directory whose layer this snapshot carries, or None. Raises ShimError when it cannot be told."""
         container = self.container
         if container.layer == "none" or container.rootfs.kind == "directory":
+            return None
+        return container.rootfs.require_overlay(f"take the writable layer of container {container.state.id}")
+
+    def _check_layer(self) -> None:
+        """Refuse a layer that is too large, while nothing has been touched."""
+        upper = self._upper()
+        if upper is None:
             return
-        container.rootfs.require_overlay(f"take the writable layer of container {container.state.id}")
+        import layerwriter
+
+        if layerwriter.choose(self.container.rootfs.options).made_by == "upperdir":
+            size = layerwriter.measure(upper).bytes
+            if size > self.config.layer_limit:
+                raise ShimError(
+                    f"the writable layer of container {self.container.state.id} has {size} bytes, the limit is "
+                    f"{self.config.layer_limit}: raise [layer] limit in {configuration.PATH}, or keep large "
+                    "files on a volume",
+                    FAILED_PRECONDITION,
+                )
 
     def _prepare_directory(self) -> None:
         path = self.directory
@@ -125,35 +144,45 @@ class Take:
     def _write_layer(self) -> None:
         """Write the layer; CRIU holds the processes meanwhile, and its link-remap files are there."""
         self._hook_ran = True
-        container = self.container
-        if container.layer == "none" or container.rootfs.kind == "directory":
-            return
-        import layerwriter
-
         began = time.monotonic()
-        rootfs = container.rootfs
-        upper = rootfs.require_overlay(f"take the writable layer of container {container.state.id}")
-        compressed = self.config.layer_compression == "zstd"
-        out = f"{self.directory}/layer.tar{'.zst' if compressed else ''}"
-        compression = "zstd" if compressed else "none"
         try:
-            choice = layerwriter.choose(rootfs.options)
-            if choice.made_by == "upperdir":
-                self.layer = layerwriter.write(
-                    upper,
-                    out,
-                    compression=compression,
-                    limit=self.config.layer_limit,
-                    xattr_prefix=rootfs.xattr_prefix,
-                )
-        except layerwriter.LayerError as error:
-            self._hook_error = ShimError(f"snapshot of {container.state.id} failed: {error}", FAILED_PRECONDITION)
-            raise self._hook_error from error
-        except BaseException as error:
-            self._hook_error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            upper = self._upper()
+            if upper is not None:
+                self.layer = self._layer_of(upper)
+        except Exception as error:
+            self._hook_error = error
             raise
         finally:
             self.steps["layer"] = time.monotonic() - began
+
+    def _layer_of(self, upper: str) -> Layer:
+        import layerwriter
+
+        container = self.container
+        compression = self.config.layer_compression
+        out = f"{self.directory}/layer.tar{'.zst' if compression == 'zstd' else ''}"
+        limit = self.config.layer_limit
+        choice = layerwriter.choose(container.rootfs.options)
+        reason = choice.reason
+        try:
+            if choice.made_by == "upperdir":
+                try:
+                    return layerwriter.write(
+                        upper, out, compression=compression, limit=limit, xattr_prefix=choice.xattr_prefix
+                    )
+                except layerwriter.HiddenChange as hidden:
+                    reason = str(hidden)
+            self.log("warning", "the layer is made by a full comparison", container=container.state.id, reason=reason)
+            return layerwriter.full_diff(
+                container.rootfs.lower,
+                container.root,
+                out,
+                compression=compression,
+                limit=limit,
+                reason=reason,
+            )
+        except layerwriter.LayerError as error:
+            raise ShimError(f"snapshot of {container.state.id} failed: {error}", FAILED_PRECONDITION) from error
 
     def _discard(self) -> None:
         """Remove what this take wrote; the directory was empty before."""

@@ -85,7 +85,7 @@ def test_a_stock_shim_is_found_beside_containerd_first(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ShimError, match=r"no stock shim.*/nowhere.*config.toml"):
         find(None, None)
-    with pytest.raises(ShimError, match="/no/such names|names /no/such"):
+    with pytest.raises(ShimError, match="names /no/such"):
         find("/no/such", None)
 
 
