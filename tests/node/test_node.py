@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node import Node, NodeError, cgroup, stack
+from node import Node, NodeError, cgroup, image, stack
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a node needs root")
 STACK = os.environ.get("FERMATA_STACKS", "trixie").split(",")[0]
@@ -47,24 +47,35 @@ def traces(node: Node) -> list[str]:
     return found
 
 
-def network_namespaces() -> set[str]:
-    listed = subprocess.run(["lsns", "-n", "-t", "net", "-o", "NS"], capture_output=True, text=True, check=True)
-    return set(listed.stdout.split())
+@pytest.fixture(scope="module")
+def small_image(tmp_path_factory):
+    """Directories only, imported in no time: a container gets its programs from the node's /usr."""
+    root = tmp_path_factory.mktemp("image")
+    for path in ("usr", "proc", "sys", "dev", "etc", "tmp"):
+        (root / path).mkdir()
+    for path in ("bin", "lib", "lib64"):
+        (root / path).symlink_to(f"usr/{path}")
+    return image.from_directory(root, root.with_name("small.tar"), "small:latest")
 
 
-def busy(node: Node) -> None:
-    """Give the node a container with a network namespace of its own, paused, and a process beside it."""
-    node.import_image()
+def start(node: Node, archive: Path, container: str) -> None:
+    name = node.import_image(archive)
+    programs = "type=bind,src=/usr,dst=/usr,options=rbind:ro"
+    node.ctr("run", "--detach", "--mount", programs, name, container, "sleep", "1000")
+
+
+def busy(node: Node, archive: Path) -> None:
+    """Give the node a paused container, a named network namespace, and a process beside them."""
     node.exec(["ip", "netns", "add", "left-behind"])
-    node.ctr("run", "--detach", "docker.io/library/fermata-test:latest", "busy", "sleep", "1000")
+    start(node, archive, "busy")
     node.ctr("tasks", "pause", "busy")
     node.popen(["sleep", "1000"])
 
 
-def test_down_leaves_no_trace(fresh):
+def test_down_leaves_no_trace(fresh, small_image):
     mounts = Path("/proc/self/mountinfo").read_text()
     node = fresh()
-    busy(node)
+    busy(node, small_image)
     assert len(traces(node)) >= 4
     inside = Path(f"/proc/{node.pid}/ns/mnt").readlink()
     node.down()
@@ -73,9 +84,9 @@ def test_down_leaves_no_trace(fresh):
     assert str(inside)[5:-1] not in subprocess.run(["lsns", "-n", "-o", "NS"], capture_output=True, text=True).stdout
 
 
-def test_down_leaves_no_trace_of_a_node_whose_processes_were_all_killed(fresh):
+def test_down_leaves_no_trace_of_a_node_whose_processes_were_all_killed(fresh, small_image):
     node = fresh()
-    busy(node)
+    busy(node, small_image)
     for pid in (node.pid, node.containerd_pid()):
         os.kill(pid, signal.SIGKILL)
     shims = [pid for pid in node.processes() if b"containerd-shim" in Path(f"/proc/{pid}/cmdline").read_bytes()]
@@ -96,11 +107,10 @@ def test_down_does_nothing_the_second_time(fresh):
     assert Node.take_down(node.name) is False
 
 
-def test_two_nodes_hold_containers_of_one_name_and_know_nothing_of_each_other(fresh):
+def test_two_nodes_hold_containers_of_one_name_and_know_nothing_of_each_other(fresh, small_image):
     first, second = fresh(), fresh()
     for node in (first, second):
-        node.import_image()
-        node.ctr("run", "--detach", "docker.io/library/fermata-test:latest", "same", "sleep", "1000")
+        start(node, small_image, "same")
     assert first.ctr("tasks", "list", "-q").stdout == second.ctr("tasks", "list", "-q").stdout == "same\n"
     first.down()
     assert "RUNNING" in second.ctr("tasks", "list").stdout
