@@ -23,7 +23,16 @@ from node.errors import NodeError
 PROJECT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_MIRROR = "http://deb.debian.org/debian"
 BUILD_TIMEOUT = 1200
-COMMON = ("iproute2", "nftables", "iptables", "procps", "python3", "ca-certificates", "containerd")
+COMMON = (
+    "iproute2",
+    "nftables",
+    "iptables",
+    "procps",
+    "python3",
+    "python3-grpcio",  # the command `fermata` speaks to containerd with it; the shim itself needs no package
+    "ca-certificates",
+    "containerd",
+)
 
 
 class Recipe(NamedTuple):
