@@ -29,12 +29,24 @@ class Config:
         """[layer] limit: bytes; a writable layer above it is refused before the container is touched."""
         self.layer_compression: str = "none"
         """[layer] compression: "none" or "zstd"."""
+        self.gpu_libcuda: str | None = None
+        """[gpu] libcuda: path of the NVIDIA driver's libcuda.so.1; by default where the dynamic linker has it, then
+        where driver containers put it."""
+        self.gpu_lock_timeout: int = 10
+        """[gpu] lock_timeout: seconds to wait for a process's work on the GPU to end."""
+        self.gpu_move_timeout: int = 600
+        """[gpu] move_timeout: seconds after which a step that moves GPU state has failed."""
 
 
 _KEYS: dict[str, dict[str, tuple[str, type]]] = {
     "shim": {"stock_shim": ("stock_shim", str)},
     "criu": {"path": ("criu", str), "ghost_limit": ("ghost_limit", int), "options": ("criu_options", dict)},
     "layer": {"limit": ("layer_limit", int), "compression": ("layer_compression", str)},
+    "gpu": {
+        "libcuda": ("gpu_libcuda", str),
+        "lock_timeout": ("gpu_lock_timeout", int),
+        "move_timeout": ("gpu_move_timeout", int),
+    },
 }
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shim.snapshot import Container
 
 
-def check(source: str, spec: dict[str, Any]) -> manifests.Manifest:
+def check(source: str, spec: dict[str, Any], config: Config) -> manifests.Manifest:
     """Read a snapshot and compare it with the new container and this node.
 
     Raises ShimError that names everything that does not fit, at once.
@@ -37,6 +37,10 @@ def check(source: str, spec: dict[str, Any]) -> manifests.Manifest:
             wrong.append(f"its layer {name!r} is not in the directory: copy the snapshot again, whole")
     if not os.path.isfile(f"{source}/inventory.img"):
         wrong.append("CRIU's images are not in the directory: copy the snapshot again, whole")
+    if manifest.data.get("gpu"):
+        from shim import gpu
+
+        wrong += gpu.missing(manifest, spec, open_driver=lambda: gpu.Helper(config))
     if wrong:
         raise ShimError(f"snapshot {source} cannot be restored here: {'; '.join(wrong)}", FAILED_PRECONDITION)
     return manifest

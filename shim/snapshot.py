@@ -9,18 +9,22 @@ import time
 from shim import bundle as bundles
 from shim import hostfiles, netns, task
 from shim.cleanup import DAEMON, forget
-from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
+from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, ShimError
+from shim.relay import Call
 from shim.rootfs import Rootfs
 from shim.runc import RuncShim
 from shim.state import State
-from shim.ttrpc import AnyMessage, Response
+from shim.ttrpc import AnyMessage, Request, Response
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from layerwriter import Applied
     from shim.config import Config
     from shim.log import Log
-    from shim.relay import Call
+    from shim.parking import Gpu
 
 CRIU_CONF = "criu.conf"
 
@@ -39,13 +43,21 @@ class Container:
         self.applied: Applied | None = None  # a restored layer that can still be taken back
         self.restore_source: str | None = None
         self.restore_logs: str | None = None
+        self.service = task.SERVICES[-1]  # as containerd names the task API, which depends on its version
+        self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
         self.take = _thread.allocate_lock()
 
 
 class SnapshotShim(RuncShim):
     """The stock runc shim, and snapshots."""
 
-    OVERRIDES = {"Create": "create", "Start": "start", "Checkpoint": "checkpoint", "Delete": "delete"}
+    OVERRIDES = {
+        "Create": "create",
+        "Start": "start",
+        "Checkpoint": "checkpoint",
+        "Delete": "delete",
+        "Resume": "resume",
+    }
 
     def __init__(self, stock_path: str, config: Config, log: Log, namespace: str, daemon_record: str) -> None:
         super().__init__(stock_path, config, log)
@@ -65,6 +77,7 @@ class SnapshotShim(RuncShim):
         bundle.check_annotations()
         state = State(self._namespace, request.id)
         container = Container(state, bundle, Rootfs(request.rootfs))
+        container.service = call.request.service
         options = _runc_options(request)
         source = _restore_source(request, options, bundle)
         forget(state.namespace, state.id)  # of a container of this name that a crash left
@@ -110,7 +123,8 @@ class SnapshotShim(RuncShim):
         from shim import restore
 
         container.restore_source = source
-        manifest = restore.check(source, bundle.spec)
+        manifest = restore.check(source, bundle.spec, self.config)
+        container.restore_gpu = manifest.data.get("gpu")
         container.restore_logs = container.state.new_log_dir("restore")
         restore.write_criu_config(container, self.config)
         container.applied = restore.apply_layer(manifest, source, container, explicit=bool(request.checkpoint))
@@ -160,7 +174,52 @@ class SnapshotShim(RuncShim):
         applied, container.applied = container.applied, None
         if applied is not None:
             applied.commit()
+        record, container.restore_gpu = container.restore_gpu, None
+        if record and record.get("processes"):
+            self._gpu(call, container).after_restore(record)
         return response
+
+    # GPU state ---------------------------------------------------------------------------------------------------
+
+    def _handler(self, service: str, method: str) -> Callable[[Call], Response] | None:
+        # The name stands here too, so that a container without snapshots does not import what moves GPU state.
+        return self.gpu_call if service == "fermata.v1.Gpu" else super()._handler(service, method)
+
+    def _gpu(self, call: Call, container: Container) -> Gpu:
+        from shim.parking import Gpu
+
+        # Calls of our own, so without the time limit that a client set for the call that needs them.
+        origin = Call(Request(service=container.service, metadata=call.request.metadata))
+        return Gpu(
+            container,
+            lambda method, payload: self.forward_checked(origin, payload, method=method),
+            self.config,
+            self.log,
+        )
+
+    def gpu_call(self, call: Call) -> Response:
+        """`Park` and `Unpark`, which `fermata park` and `fermata unpark` make."""
+        from shim.parking import METHODS, Report
+
+        request = task.IdRequest.decode(call.request.payload)
+        container = self._containers.get(request.id)
+        if container is None:
+            raise ShimError(f"no container {request.id} here", NOT_FOUND)
+        if call.request.method not in METHODS:
+            raise ShimError(f"no call {call.request.method}: there are {', '.join(METHODS)}", UNIMPLEMENTED)
+        with container.take:  # waits for a snapshot that is being taken
+            gpu = self._gpu(call, container)
+            text = gpu.park() if call.request.method == "Park" else gpu.unpark()
+        return Response(payload=Report(text=text).encode())
+
+    def resume(self, call: Call) -> Response:
+        """Hand off; a parked container's GPU state is moved back, since its processes could only wait for it."""
+        container = self._containers.get(task.IdRequest.decode(call.request.payload).id)
+        if container is None or not os.path.exists(f"{container.state.path}/parked.json"):
+            return self.forward(call)
+        with container.take:
+            self._gpu(call, container).unpark()
+        return Response()
 
     # Checkpoint --------------------------------------------------------------------------------------------------
 
@@ -178,8 +237,9 @@ class SnapshotShim(RuncShim):
                 f"a snapshot of {request.id} is being taken already: wait for it, then try again", FAILED_PRECONDITION
             )
         try:
-            take = Take(container, request.path or options.image_path, options, self.config, self.log)
-            return take.run(lambda payload: self.forward(call, payload))
+            gpu = self._gpu(call, container)
+            take = Take(container, request.path or options.image_path, options, self.config, self.log, gpu=gpu)
+            return take.run(lambda payload: gpu.dump(lambda: self.forward(call, payload), exits=options.exit))
         finally:
             container.take.release()
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from layerwriter import Layer
     from shim.config import Config
     from shim.log import Log
+    from shim.parking import Gpu
     from shim.snapshot import Container
 
 HOOK = f"{os.path.dirname(os.path.abspath(__file__))}/hook.sh"
@@ -35,13 +36,21 @@ class Take:
     """
 
     def __init__(
-        self, container: Container, directory: str, options: task.CheckpointOptions, config: Config, log: Log
+        self,
+        container: Container,
+        directory: str,
+        options: task.CheckpointOptions,
+        config: Config,
+        log: Log,
+        *,
+        gpu: Gpu,
     ) -> None:
         self.container = container
         self.directory = directory
         self.options = options
         self.config = config
         self.log = log
+        self.gpu = gpu  # whose `dump` the caller puts around the dump
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
         self._hook_error: Exception | None = None
@@ -71,7 +80,11 @@ class Take:
                 ext_unix_sk=self.options.external_unix_sockets,
             )
             dumping = time.monotonic()
-            response = dump(request.encode())
+            try:
+                response = dump(request.encode())
+            except BaseException:
+                self._discard()
+                raise
         if not response.ok or self._hook_error is not None:
             self._discard()
             if isinstance(self._hook_error, ShimError):
@@ -91,7 +104,8 @@ class Take:
                 f"log: {logs}/dump.log",
                 FAILED_PRECONDITION,
             )
-        self.steps["dump"] = time.monotonic() - dumping - self.steps.get("layer", 0.0)
+        self.steps.update(self.gpu.steps)
+        self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         self._describe(installed, began).write(self.directory)
         self.log(
             "info",
@@ -210,6 +224,7 @@ class Take:
                 "mounts": manifests.describe_mounts(container.spec),
             },
             "layer": None,
+            "gpu": self.gpu.record,
             "steps": {name: round(seconds, 6) for name, seconds in self.steps.items()},
         }
         if self.layer is not None:
