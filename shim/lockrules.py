@@ -262,10 +262,21 @@ def _filter_leftovers(filter_: Nftables, family: int) -> list[tuple[str, list[De
             chain = nftables.Deletion(nftables.DELCHAIN, family, "filter", CHAIN)
             found.append((f"chain {CHAIN} in {name} filter", [*map(removal, lock), chain]))
     for rule in rules:
-        # the compatibility matches (addresses by payload, `tcp` for the ports) differ between versions of iptables-nft
-        if rule.chain in HOOKS and (rule.verdict, rule.mark) == (nftables.DROP, (MARK, False)) and rule.matches:
+        connection = rule.chain in HOOKS and _names_connection(family, rule.matches)
+        if connection and (rule.verdict, rule.mark) == (nftables.DROP, (MARK, False)):
             found.append((f"lock of one connection in {rule.chain} of {name} filter", [removal(rule)]))
     return found
+
+
+def _names_connection(family: int, matches: list[str]) -> bool:
+    """Whether a rule of iptables-nft compares both addresses, whole, and both ports, and nothing else but TCP."""
+    from shim import nftables
+
+    # linux/netfilter/nf_tables.h: base 1 is the network header, 2 the transport header
+    addresses = ("payload 1 12 4", "payload 1 16 4") if family == nftables.IP else ("payload 1 8 16", "payload 1 24 16")
+    ports = {"payload 2 0 4", "match"}  # older versions of iptables-nft leave the ports to xtables' match `tcp`
+    fields = [match for match in matches if match not in ("cmp", "meta", "payload 1 9 1")]  # the protocol is TCP's
+    return len(fields) == 3 and set(fields) - ports == set(addresses)
 
 
 def _sweep_legacy(flushed: Flushed, inode: int, alone: bool, dry_run: bool) -> None:
@@ -326,6 +337,7 @@ def _is_connection_lock(words: list[str]) -> bool:
     return (
         len(words) == 21
         and (words[2], words[4]) == ("-s", "-d")
+        and all(word.endswith(("/32", "/128")) for word in (words[3], words[5]))
         and words[6:15] == mark
         and (words[15], words[17], words[19:]) == ("--sport", "--dport", ["-j", "DROP"])
     )

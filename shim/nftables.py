@@ -44,7 +44,8 @@ class Rule:
 
     `verdict` is DROP, ACCEPT, JUMP, GOTO or None, `target` the chain that a jump names, `mark` the packet mark that the
     rule asks for as (value, wanted), `wanted` False where all other marks match; `matches` are the names of all other
-    expressions but counters.
+    expressions but counters, with `payload BASE OFFSET LENGTH` for a packet's field, and `differs` for a `cmp` that is
+    not for equality.
     """
 
     __slots__ = ("chain", "handle", "mark", "matches", "target", "verdict")
@@ -68,6 +69,10 @@ class Rule:
                 loaded_mark = False
             elif name == "match" and data.get(1, b"").rstrip(b"\0") == b"mark" and self._xt_mark(data.get(3, b"")):
                 pass
+            elif name == "payload":
+                self.matches.append(f"payload {_number(data.get(2))} {_number(data.get(3))} {_number(data.get(4))}")
+            elif name == "cmp" and _number(data.get(2)) != CMP_EQ:
+                self.matches.append("differs")
             elif name != "counter":
                 self.matches.append(name)
 
