@@ -31,8 +31,8 @@ COMMANDS = {
     "rm": ("shim.inspect", "remove snapshots"),
     "doctor": ("shim.doctor", "say what this node needs to take and restore snapshots"),
     "flush-locks": ("shim.lockrules", "remove the packet filter rules that a dead CRIU left in a network namespace"),
-    "park": ("shim.gpu", "move the GPU state of a container's processes to host memory"),
-    "unpark": ("shim.gpu", "move parked GPU state back to the GPU"),
+    "park": ("shim.parking", "move the GPU state of a container's processes to host memory"),
+    "unpark": ("shim.parking", "move parked GPU state back to the GPU"),
 }
 """Each command, the module that has it, and what it does."""
 

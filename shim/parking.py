@@ -255,7 +255,7 @@ def forget_record(state: State) -> None:
 # The commands ------------------------------------------------------------------------------------------------------
 
 
-def add_parsers(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `park` and `unpark` to the command's parsers; each sets `run` to the function that carries it out."""
     for method, text in (
         ("Park", "move a running container's GPU state to host memory and pause it; the GPU is free then"),
