@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
 
+    from shim.rootfs import Rootfs
+
 NAME = "fermata.json"
 MAJOR, MINOR = 1, 0
 _LIMIT = 4 << 20  # bytes; one of ours has a few thousand
@@ -33,17 +35,34 @@ class Manifest:
         layer = self.data.get("layer")
         return layer if isinstance(layer, dict) and layer.get("file") else None
 
-    def write(self, directory: str) -> None:
-        """Make the snapshot complete: everything in the directory to disk, then fermata.json, by rename."""
+    def stage(self, directory: str) -> None:
+        """Bring everything of the snapshot to disk, and this description beside it under a temporary name.
+
+        A description that was staged before stays until this one is whole. Raises OSError.
+        """
         sync_files(directory)
-        fd = os.open(f"{directory}/.{NAME}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        draft = f"{directory}/.{NAME}.draft"
+        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(self.data, file, indent=2, ensure_ascii=False)
             file.write("\n")
             file.flush()
             os.fsync(fd)
-        os.rename(f"{directory}/.{NAME}.new", f"{directory}/{NAME}")
+        os.rename(draft, f"{directory}/.{NAME}.staged")
+
+    def publish(self, directory: str) -> None:
+        """Make the directory a snapshot: what was staged last gets its name. Raises OSError."""
+        try:
+            os.unlink(f"{directory}/.{NAME}.draft")  # of a stage that failed
+        except FileNotFoundError:
+            pass
+        os.rename(f"{directory}/.{NAME}.staged", f"{directory}/{NAME}")
         _sync(directory)
+
+    def write(self, directory: str) -> None:
+        """Stage and publish. Raises OSError."""
+        self.stage(directory)
+        self.publish(directory)
 
 
 def sync_files(directory: str) -> None:
@@ -110,8 +129,75 @@ def _unreadable(directory: str, error: OSError) -> ShimError:
     )
 
 
-def describe_mounts(spec: dict[str, Any]) -> list[dict[str, str]]:
-    """The mounts of a spec that a restore side must offer: destination, type, and source of a bind mount."""
+def amend(directory: str, changes: dict[str, Any]) -> None:
+    """Add to a finished manifest what only a client knows; an object is merged into the one that is there.
+
+    Raises ShimError when there is no manifest.
+    """
+    manifest = read(directory)
+    for key, value in changes.items():
+        found = manifest.data.get(key)
+        manifest.data[key] = {**found, **value} if isinstance(found, dict) and isinstance(value, dict) else value
+    manifest.write(directory)
+
+
+def requirements(spec: dict[str, Any], rootfs: Rootfs, directory: str, criu: str) -> dict[str, Any]:
+    """What the restore side must offer, from the container's specification, its image layers, the node and the dump.
+
+    `directory` holds CRIU's images of the dump. Raises ShimError when these cannot be read.
+    """
+    from shim import host, images
+
+    linux = spec.get("linux") or {}
+    process = spec.get("process") or {}
+    return {
+        "architecture": host.machine(),
+        "cpu_features": host.cpu_features(),
+        "kernel": host.kernel(),
+        "criu": criu,
+        "runc": host.program_version("runc"),
+        "cgroup": host.cgroup_version(),
+        "memory": sum(entry.stat().st_size for entry in os.scandir(directory) if entry.name.startswith("pages-")),
+        "terminal": bool(process.get("terminal")),
+        "namespaces": sorted(str(namespace.get("type")) for namespace in linux.get("namespaces") or []),
+        "mounts": describe_mounts(spec),
+        "devices": [
+            {
+                "path": device.get("path"),
+                "type": device.get("type"),
+                "major": device.get("major", 0),
+                "minor": device.get("minor", 0),
+            }
+            for device in linux.get("devices") or []
+        ],
+        "files": _files(images.needed_files(directory), spec, rootfs),
+    }
+
+
+def _files(needed: Iterable[tuple[str, str, int, int]], spec: dict[str, Any], rootfs: Rootfs) -> list[dict[str, Any]]:
+    """Of the files that processes had open or mapped, those that a restore finds in the image or on a bind mount.
+
+    What the writable layer held comes back with the layer, and what a tmpfs held with CRIU's images.
+    """
+    binds = {mount["destination"].rstrip("/"): mount for mount in describe_mounts(spec) if mount["type"] == "bind"}
+    described = []
+    for mount, path, size, mode in needed:
+        if mount == "/":
+            if not any(os.path.lexists(f"{lower}{path}") for lower in rootfs.lower):
+                continue
+            if rootfs.upper is not None and os.path.lexists(f"{rootfs.upper}{path}"):
+                continue
+        elif mount not in binds:
+            continue
+        described.append({"path": path, "mount": mount, "size": size or None, "mode": mode & 0o7777})
+    return described
+
+
+def describe_mounts(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The mounts of a spec that a restore side must offer: destination, type, and source of a bind mount.
+
+    `file` says whether the source of a bind mount is something else than a directory, where it can be seen.
+    """
     described = []
     for mount in spec.get("mounts") or []:
         options = mount.get("options") or []
@@ -119,23 +205,7 @@ def describe_mounts(spec: dict[str, Any]) -> list[dict[str, str]]:
         entry = {"destination": str(mount.get("destination")), "type": "bind" if bind else str(mount.get("type") or "")}
         if bind:
             entry["source"] = str(mount.get("source"))
+            if os.path.exists(entry["source"]):
+                entry["file"] = not os.path.isdir(entry["source"])
         described.append(entry)
     return described
-
-
-def missing_mounts(recorded: Iterable[dict[str, str]], spec: dict[str, Any]) -> list[str]:
-    """A sentence for each recorded mount that a spec lacks or has with another type."""
-    present = {mount["destination"]: mount["type"] for mount in describe_mounts(spec)}
-    sentences = []
-    for mount in recorded:
-        destination, kind = str(mount.get("destination")), str(mount.get("type"))
-        origin = f"{kind}, from {mount['source']} on the source node" if mount.get("source") else kind
-        if destination not in present:
-            sentences.append(
-                f"this container lacks the mount {destination} ({origin}): add it to the container's mounts"
-            )
-        elif present[destination] != kind:
-            sentences.append(
-                f"the mount {destination} is {present[destination]} here and was {origin}: make it the same"
-            )
-    return sentences

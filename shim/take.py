@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _socket
 import _thread
+import fcntl
 import os
 import platform
 import time
@@ -53,25 +54,43 @@ class Take:
         self.gpu = gpu  # whose `dump` the caller puts around the dump
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
-        self._hook_error: Exception | None = None
-        self._hook_ran = False
 
     def run(self, dump: Callable[[bytes], Response]) -> Response:
         """Take it; `dump` makes the Checkpoint call at the stock shim. Raises ShimError."""
         from shim import criu
 
-        container = self.container
-        began = time.monotonic()
-        installed = criu.installed(self.config)
+        self._began = time.monotonic()
+        self._criu = criu.installed(self.config)
         self._check_layer()
-        self._prepare_directory()
+        held = self._prepare_directory()
+        try:
+            response = self._dump(dump)
+            if response.ok:
+                self._complete()
+        except BaseException as error:
+            self._discard()
+            if isinstance(error, OSError):
+                raise ShimError(
+                    f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION
+                ) from error
+            raise
+        finally:
+            os.close(held)
+        if not response.ok:
+            self._discard()
+        return response
+
+    def _dump(self, dump: Callable[[bytes], Response]) -> Response:
+        from shim import criu
+
+        container = self.container
         logs = container.state.new_log_dir("dump")
         self.log("info", "taking a snapshot", container=container.state.id, directory=self.directory, logs=logs)
         request = task.CheckpointTaskRequest(id=container.state.id, path=self.directory)
         self.options.image_path = ""
         self.options.work_path = logs
         request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
-        with _Hook(self.directory, self._write_layer):
+        with _Hook(self.directory, self._while_held) as hook:
             criu.write_config(
                 container,
                 self.config,
@@ -80,25 +99,17 @@ class Take:
                 ext_unix_sk=self.options.external_unix_sockets,
             )
             dumping = time.monotonic()
-            try:
-                response = dump(request.encode())
-            except BaseException:
-                self._discard()
-                raise
-        if not response.ok or self._hook_error is not None:
-            self._discard()
-            if isinstance(self._hook_error, ShimError):
-                raise self._hook_error
-            if self._hook_error is not None:
-                raise ShimError(f"snapshot of {container.state.id} failed: {self._hook_error}") from self._hook_error
-            assert response.status is not None
+            response = dump(request.encode())
+        if hook.error is not None:
+            if isinstance(hook.error, ShimError):
+                raise hook.error
+            raise ShimError(f"snapshot of {container.state.id} failed: {hook.error}") from hook.error
+        if response.status is not None and response.status.code:
             response.status.message = criu.explain(
                 f"{logs}/dump.log", response.status.message, f"snapshot of {container.state.id} failed"
             )
             self.log("error", "snapshot failed", container=container.state.id, error=response.status.message)
-            return response
-        if not self._hook_ran:
-            self._discard()
+        elif not hook.ran:
             raise ShimError(
                 f"snapshot of {container.state.id} failed: CRIU did not run the action script after the dump; "
                 f"log: {logs}/dump.log",
@@ -106,16 +117,41 @@ class Take:
             )
         self.steps.update(self.gpu.steps)
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
-        self._describe(installed, began).write(self.directory)
+        return response
+
+    def _while_held(self) -> None:
+        """What is done while CRIU holds the dumped processes: the layer, with CRIU's link-remap files still there.
+
+        A take that ends the container makes the snapshot durable here as well, all but the name: whatever fails now
+        takes the dump back, and after this the processes are gone.
+        """
+        began = time.monotonic()
+        upper = self._upper()
+        if upper is not None:
+            self.layer = self._layer_of(upper)
+        self.steps["layer"] = time.monotonic() - began
+        if self.options.exit:
+            self._describe().stage(self.directory)
+
+    def _complete(self) -> None:
+        """The dump is done: give the snapshot its fermata.json."""
+        manifest = self._describe()
+        try:
+            manifest.stage(self.directory)
+        except OSError as error:
+            if not self.options.exit:
+                raise
+            # The processes are gone: the description that was staged before lacks some of the times, and nothing else.
+            self.log("warning", "the staged fermata.json is used", container=self.container.state.id, error=error)
+        manifest.publish(self.directory)
         self.log(
             "info",
             "snapshot taken",
-            container=container.state.id,
+            container=self.container.state.id,
             directory=self.directory,
-            seconds=f"{time.monotonic() - began:.3f}",
+            seconds=f"{time.monotonic() - self._began:.3f}",
             **{name: f"{seconds:.3f}" for name, seconds in self.steps.items()},
         )
-        return response
 
     def _upper(self) -> str | None:
         """The upper directory whose layer this snapshot carries, or None. Raises ShimError when it cannot be told."""
@@ -141,33 +177,31 @@ class Take:
                     FAILED_PRECONDITION,
                 )
 
-    def _prepare_directory(self) -> None:
+    def _prepare_directory(self) -> int:
+        """Make the directory, or take it if it is empty. Returns a descriptor that keeps other takes out until
+        closed."""
         path = self.directory
         if not path.startswith("/"):
             raise ShimError(f"snapshot directory {path!r} must be an absolute path", INVALID_ARGUMENT)
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
-            if os.listdir(path):
-                raise ShimError(f"snapshot directory {path} is not empty: name a new one", ALREADY_EXISTS)
-            os.chmod(path, 0o700)
+            held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise ShimError(
                 f"cannot use {path} as a snapshot directory: {error.strerror}", FAILED_PRECONDITION
             ) from error
-
-    def _write_layer(self) -> None:
-        """Write the layer; CRIU holds the processes meanwhile, and its link-remap files are there."""
-        self._hook_ran = True
-        began = time.monotonic()
         try:
-            upper = self._upper()
-            if upper is not None:
-                self.layer = self._layer_of(upper)
-        except Exception as error:
-            self._hook_error = error
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.listdir(held):
+                raise ShimError(f"snapshot directory {path} is not empty: name a new one", ALREADY_EXISTS)
+            os.fchmod(held, 0o700)
+        except BlockingIOError as error:
+            os.close(held)
+            raise ShimError(f"another snapshot is being written into {path}: name a new one", ALREADY_EXISTS) from error
+        except BaseException:
+            os.close(held)
             raise
-        finally:
-            self.steps["layer"] = time.monotonic() - began
+        return held
 
     def _layer_of(self, upper: str) -> Layer:
         import layerwriter
@@ -205,7 +239,7 @@ class Take:
         for name in os.listdir(self.directory):
             remove_tree(f"{self.directory}/{name}")
 
-    def _describe(self, installed: Any, began: float) -> manifests.Manifest:
+    def _describe(self) -> manifests.Manifest:
         container = self.container
         now = time.time()
         data: dict[str, Any] = {
@@ -220,7 +254,7 @@ class Take:
             "requires": {
                 "architecture": platform.machine(),
                 "kernel": platform.release(),
-                "criu": ".".join(map(str, installed.version)),
+                "criu": ".".join(map(str, self._criu.version)),
                 "mounts": manifests.describe_mounts(container.spec),
             },
             "layer": None,
@@ -238,17 +272,22 @@ class Take:
                 "reason": self.layer.reason,
                 "notes": list(self.layer.notes),
             }
-        data["steps"]["total"] = round(time.monotonic() - began, 6)
+        data["steps"]["total"] = round(time.monotonic() - self._began, 6)
         return manifests.Manifest(data)
 
 
 class _Hook:
-    """Serves CRIU's action script: runs `work` when CRIU has dumped the tree, and answers it."""
+    """Serves CRIU's action script: runs `work` when CRIU has dumped the tree, and answers it.
+
+    `ran` says whether CRIU came to it, `error` what `work` raised, in which case CRIU was told to take the dump back.
+    """
 
     def __init__(self, directory: str, work: Callable[[], None]) -> None:
         self._path = socket_path(directory)
         self._work = work
         self._done = _thread.allocate_lock()
+        self.ran = False
+        self.error: Exception | None = None
 
     def __enter__(self) -> _Hook:
         try:
@@ -268,14 +307,15 @@ class _Hook:
             connection = _socket.socket(fileno=fd)
             try:
                 if connection.recv(64):
+                    self.ran = True
                     self._work()
                     connection.sendall(b"ok\n")
             finally:
                 connection.close()
-        except OSError:
-            pass  # closed from outside: the dump ended without reaching this stage
-        except Exception:
-            pass  # `work` keeps its own error; the script has seen the connection end
+        except Exception as error:
+            # Before `ran` it is the accept: closed from outside, since the dump ended without coming this far.
+            if self.ran:
+                self.error = error
         finally:
             self._done.release()
 
