@@ -21,8 +21,8 @@ PLACES = {
     "/var/lib/containerd/io.containerd.runtime.v2.task": 2,
     "/var/lib/containerd/tmpmounts": 1,
 }
-# Mount points that the node itself has.
-OWN_MOUNTS = {"/", "/run", "/tmp", "/srv", "/var/log", "/var/lib/containerd"}
+# Made once per machine by whoever first names a network namespace (ip-netns(8) does the same), and left.
+SHARED_MOUNTS = {"/run/netns"}
 
 
 def leftovers(node: Node, wait: float = 5.0) -> list[str]:
@@ -58,13 +58,9 @@ def _processes(node: Node) -> Iterator[str]:
 
 
 def _mounts(node: Node) -> Iterator[str]:
-    for line in Path(f"/proc/{node.pid}/mountinfo").read_text().splitlines():
-        target = line.split()[4]
-        if target in OWN_MOUNTS or not target.startswith(("/run/", "/tmp/", "/srv/", "/var/lib/containerd/", "/mnt")):
-            continue
-        if any(f"{target}/".startswith(f"/run/{part}/") for part in node.host_run):
-            continue
-        yield f"mount {target}"
+    for target in node.mounts():
+        if target not in node.facts["mounts"] and target not in SHARED_MOUNTS:
+            yield f"mount {target}"
 
 
 def _files(node: Node) -> Iterator[str]:

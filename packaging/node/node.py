@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from node import cgroup, image, stack
 from node.errors import NodeError
-from node.init import HOST_RUN, PATH
+from node.init import PATH
 
 SOCKET = "/run/containerd/containerd.sock"
 ENVIRONMENT = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
@@ -156,14 +156,13 @@ class Node:
         """containerd's log, at level debug."""
         return self.logs / "containerd.log"
 
-    @property
-    def host_run(self) -> tuple[str, ...]:
-        """What of the host's /run is mounted in the node's, relative to it."""
-        return HOST_RUN if self.stack == "host" else ()
-
     def path(self, inside: str) -> Path:
         """Where the host sees the absolute path ``inside`` of the node. (Absolute links in it would lead astray.)"""
         return Path(f"/proc/{self.pid}/root", inside.lstrip("/"))
+
+    def mounts(self) -> list[str]:
+        """The mount points in the node, as seen inside."""
+        return [line.split()[4] for line in Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()]
 
     def alive(self) -> bool:
         return self.facts["boot"] == _boot() and self.pid > 0 and _started(self.pid) == self.facts["started"]
@@ -332,7 +331,7 @@ class Node:
         for part in ("root", "private", "log"):
             (directory / part).mkdir(parents=True)
         facts = {"name": name, "token": token, "stack": chosen, "root": str(lower)}
-        node = cls(directory, {**facts, "boot": _boot(), "pid": 0, "started": ""})
+        node = cls(directory, {**facts, "boot": _boot(), "pid": 0, "started": "", "mounts": []})
         # Written before anything exists that would have to be found again.
         node._write()
         return node
@@ -371,6 +370,8 @@ class Node:
                     raise NodeError(f"the node did not start:\n{init_log.read_text()[-3000:]}")
         # It outlives this process; nobody is going to wait for it here.
         process.returncode = 0
+        self.facts["mounts"] = self.mounts()
+        self._write()
         self._configure(cri, drop_ins)
 
     def _configure(self, cri: bool, drop_ins: Mapping[str, str]) -> None:
