@@ -16,6 +16,7 @@ NETNS = "fermata/netns"
 LAYER = "fermata/layer"
 
 CRIU_CONFIG = "org.criu.config"
+CRI_CONTAINER_TYPE = "io.kubernetes.cri.container-type"
 
 # The values that an annotation may have; None: any value.
 _VALUES: dict[str, tuple[str, ...] | None] = {

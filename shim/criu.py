@@ -63,6 +63,29 @@ def write_config(
     container.state.write("criu.conf", rendered.text)
 
 
+def frozen_seconds(work: str) -> float | None:
+    """How long CRIU held the processes still in the dump that worked in the directory `work`; None if it left no word.
+
+    From its `stats-dump`: after eight bytes of magic and a length u32, a message whose field 1 (dump) has in field 2
+    (frozen_time) the microseconds from the freeze to the end of the dump, action scripts included
+    (criu/images/stats.proto).
+    """
+    from shim import wire
+
+    try:
+        with open(f"{work}/stats-dump", "rb") as file:
+            data = file.read(4096)
+        size = int.from_bytes(data[8:12], "little")
+        for number, _, dump, _ in wire.fields(data[12 : 12 + size]):
+            if number == 1:
+                for field, _, value, _ in wire.fields(dump):
+                    if field == 2:
+                        return int(value) / 1e6
+    except (OSError, wire.WireError, TypeError):
+        pass  # statistics only: the snapshot does not depend on them
+    return None
+
+
 def explain(log: str, message: str, what: str) -> str:
     """One sentence for a failed operation: what CRIU's log says was the cause, and where the log is kept."""
     import criuconf

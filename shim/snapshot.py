@@ -287,6 +287,8 @@ def _restore_source(request: task.CreateTaskRequest, options: task.RuncOptions, 
     """
     by_client = request.checkpoint or options.criu_image_path
     by_annotation = bundle.annotations.get(bundles.RESTORE_FROM)
+    if bundle.annotations.get(bundles.CRI_CONTAINER_TYPE) == "sandbox":
+        by_annotation = None  # a pod's annotations reach its pause container too, which is nobody's snapshot
     if by_client and by_annotation and os.path.realpath(by_client) != os.path.realpath(by_annotation):
         raise ShimError(
             f"two snapshots to restore from: the client names {by_client}, the annotation {bundles.RESTORE_FROM} names "

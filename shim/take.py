@@ -54,6 +54,7 @@ class Take:
         self.gpu = gpu  # whose `dump` the caller puts around the dump
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
+        self._frozen: float | None = None
 
     def run(self, dump: Callable[[bytes], Response]) -> Response:
         """Take it; `dump` makes the Checkpoint call at the stock shim. Raises ShimError."""
@@ -117,6 +118,7 @@ class Take:
             )
         self.steps.update(self.gpu.steps)
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
+        self._frozen = criu.frozen_seconds(logs)
         return response
 
     def _while_held(self) -> None:
@@ -150,6 +152,7 @@ class Take:
             container=self.container.state.id,
             directory=self.directory,
             seconds=f"{time.monotonic() - self._began:.3f}",
+            frozen=self._frozen,
             **{name: f"{seconds:.3f}" for name, seconds in self.steps.items()},
         )
 
@@ -272,6 +275,7 @@ class Take:
                 "reason": self.layer.reason,
                 "notes": list(self.layer.notes),
             }
+        data["frozen"] = self._frozen
         data["steps"]["total"] = round(time.monotonic() - self._began, 6)
         return manifests.Manifest(data)
 
