@@ -1,0 +1,130 @@
+"""Changes to a container's specification that make it possible to take a snapshot of it.
+
+Each can be switched off by an annotation, and what was done is listed, so that `fermata inspect` can show it.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+IO_URING = "fermata/io-uring"
+VLLM_WORKERS = "fermata/vllm-workers"
+
+VALUES: dict[str, tuple[str, ...]] = {IO_URING: ("refuse", "allow"), VLLM_WORKERS: ("spawn", "keep")}
+"""The annotations that switch the edits, with the values that they may have; the first is the default."""
+
+_IO_URING_CALLS = ("io_uring_setup", "io_uring_enter", "io_uring_register")
+# The answer of a kernel without io_uring. Programs and libraries that use it (libuv, liburing's users, databases) meet
+# that in the field and go on with epoll or aio, while some take EPERM for a mistake of the operator and stop.
+_ENOSYS = 38
+
+# Actions of seccomp that let a system call happen. What refuses it already (ERRNO, KILL, TRAP) or asks somebody else
+# (TRACE, NOTIFY) is the profile's own decision and stays.
+_LETS_HAPPEN = frozenset(("SCMP_ACT_ALLOW", "SCMP_ACT_LOG"))
+
+# The architectures whose system calls a machine takes. libseccomp kills on a call of one that is not in the profile, so
+# a profile for one alone would end 32 bit programs.
+_ARCHITECTURES = {
+    "x86_64": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X86", "SCMP_ARCH_X32"],
+    "aarch64": ["SCMP_ARCH_AARCH64", "SCMP_ARCH_ARM"],
+    "ppc64le": ["SCMP_ARCH_PPC64LE"],
+    "riscv64": ["SCMP_ARCH_RISCV64"],
+    "s390x": ["SCMP_ARCH_S390X", "SCMP_ARCH_S390"],
+}
+
+
+class Edit:
+    """One change: the name of the annotation that switches it, and what was done, for a person."""
+
+    __slots__ = ("annotation", "text")
+
+    def __init__(self, annotation: str, text: str) -> None:
+        self.annotation = annotation
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"Edit({self.annotation!r}, {self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Edit) and (self.annotation, self.text) == (other.annotation, other.text)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def apply(spec: dict[str, Any], *, machine: str | None = None) -> list[Edit]:
+    """Change the OCI runtime specification `spec` in place. Returns what was changed; nothing the second time.
+
+    machine: the machine's architecture as uname(2) has it, by default this one's.
+    """
+    annotations = spec.get("annotations") or {}
+    edits = []
+    if annotations.get(IO_URING, "refuse") == "refuse":
+        text = _refuse_io_uring(spec, machine or os.uname().machine)
+        if text is not None:
+            edits.append(Edit(IO_URING, text))
+    if annotations.get(VLLM_WORKERS, "spawn") == "spawn":
+        text = _spawn_vllm_workers(spec)
+        if text is not None:
+            edits.append(Edit(VLLM_WORKERS, text))
+    return edits
+
+
+def _refuse_io_uring(spec: dict[str, Any], machine: str) -> str | None:
+    """io_uring is refused: CRIU can save neither its rings nor even take over its descriptors."""
+    linux = spec.get("linux")
+    if not isinstance(linux, dict):
+        return None
+    rule = {"names": list(_IO_URING_CALLS), "action": "SCMP_ACT_ERRNO", "errnoRet": _ENOSYS}
+    profile = linux.get("seccomp")
+    if not profile:
+        architectures = _ARCHITECTURES.get(machine)
+        if architectures is None:
+            return None
+        linux["seccomp"] = {
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "architectures": list(architectures),
+            "syscalls": [rule],
+        }
+        return "io_uring answers ENOSYS, by a seccomp profile that allows all else"
+    return _refuse_in_profile(profile, rule)
+
+
+def _refuse_in_profile(profile: dict[str, Any], rule: dict[str, Any]) -> str | None:
+    """Put a rule for the calls that the profile lets happen before all others.
+
+    With runc and libseccomp, of two rules without conditions for one call the first one counts, and one without
+    conditions counts over every one that has some (tried with runc 1.1 and 1.4). So nothing of the profile is taken
+    out.
+    """
+    names = [name for name in rule["names"] if _happens(profile, name)]
+    if not names:
+        return None
+    profile["syscalls"] = [{**rule, "names": names}, *(profile.get("syscalls") or [])]
+    return "io_uring answers ENOSYS, by a rule in the container's seccomp profile"
+
+
+def _happens(profile: dict[str, Any], name: str) -> bool:
+    """Whether the profile lets the system call `name` happen, be it for some arguments only."""
+    rules = [rule for rule in profile.get("syscalls") or [] if name in (rule.get("names") or [])]
+    for rule in rules:
+        if not rule.get("args"):
+            return rule.get("action") in _LETS_HAPPEN
+    actions = [rule.get("action") for rule in rules]
+    return any(action in _LETS_HAPPEN for action in (*actions, profile.get("defaultAction")))
+
+
+def _spawn_vllm_workers(spec: dict[str, Any]) -> str | None:
+    """vLLM forks its workers unless told otherwise, and a forked CUDA process keeps /dev/nvidiactl open."""
+    process = spec.get("process")
+    if not isinstance(process, dict):
+        return None
+    environment = process.get("env") or []
+    name = "VLLM_WORKER_MULTIPROC_METHOD"
+    if any(str(each).split("=", 1)[0] == name for each in environment):
+        return None
+    process["env"] = [*environment, f"{name}=spawn"]
+    return f"{name}=spawn in the environment"
