@@ -60,13 +60,13 @@ CAUSES: tuple[Cause, ...] = (
         "io-uring",
         r"(?:Unknown shit \d+ \(anon_inode:\[io_uring\]|Can't dump file \d+ of that type .*anon_inode:\[io_uring\])",
         "a process uses io_uring, whose rings CRIU cannot save",
-        "take the annotation fermata/allow-io-uring away, so that the program falls back, or turn io_uring off in it",
+        "take the annotation fermata/io-uring: allow away, so that the program falls back, or turn io_uring off in it",
     ),
     Cause(
         "io-uring-descriptor",
         r"send_fds failed \(-22\)",
         "a process holds a descriptor that the kernel lets nobody pass on; io_uring is the one such kind",
-        "take the annotation fermata/allow-io-uring away, so that the program falls back, or turn io_uring off in it",
+        "take the annotation fermata/io-uring: allow away, so that the program falls back, or turn io_uring off in it",
     ),
     Cause(
         "kernel-object",
@@ -103,7 +103,7 @@ CAUSES: tuple[Cause, ...] = (
         "lost-watch",
         r"fsnotify:\s+Can't dump that handle",
         "a process watches a file (inotify, fanotify) whose path CRIU cannot find, before 4.3 any on overlayfs",
-        "install criu >= 4.3, or give the watched folder by irmap-scan-path in [criu] of config.toml",
+        "install criu >= 4.3, or give the watched folder by irmap-scan-path in [criu.options] of config.toml",
     ),
     Cause(
         "watch-refused",
@@ -116,7 +116,7 @@ CAUSES: tuple[Cause, ...] = (
         "unix-socket-outside",
         r"unix: External socket is used",
         "a unix socket's other end is a process outside the container (a log daemon, a display, the node's D-Bus)",
-        "close it before the snapshot; for datagram sockets `ext-unix-sk = true` in [criu] of config.toml helps",
+        "close it before the snapshot; for datagrams `ext-unix-sk = true` in [criu.options] of config.toml helps",
     ),
     Cause(
         "unix-stream-outside",
@@ -128,31 +128,31 @@ CAUSES: tuple[Cause, ...] = (
         "unix-socket-outside-image",
         r"unix: External socket found in image",
         "the snapshot has a unix socket whose other end was outside the container, and the restore does not allow it",
-        "set `ext-unix-sk = true` in [criu] of config.toml",
+        "set `ext-unix-sk = true` in [criu.options] of config.toml",
     ),
     Cause(
         "tcp-connected",
         r"Connected TCP socket, consider using",
         "a TCP connection is open, and tcp-established is switched off for this container",
-        "take no-tcp-established out of [criu] of config.toml or of the container's own CRIU configuration",
+        "take no-tcp-established out of [criu.options] of config.toml or of the container's own CRIU configuration",
     ),
     Cause(
         "tcp-connected-image",
         r"Connected TCP socket in image",
         "the snapshot has an open TCP connection, and tcp-established is switched off for this restore",
-        "take no-tcp-established out of [criu] of config.toml or of the container's own CRIU configuration",
+        "take no-tcp-established out of [criu.options] of config.toml or of the container's own CRIU configuration",
     ),
     Cause(
         "tcp-close-missing",
         r"Need to set the --tcp-close options",
         "the snapshot was taken with tcp-close, and the restore was not told so",
-        "set `tcp-close = true` in [criu] of config.toml here too, or in the container's own CRIU configuration",
+        "set `tcp-close = true` in [criu.options] of config.toml here too, or in the container's CRIU configuration",
     ),
     Cause(
         "tcp-in-flight",
         r"In-flight connection \(l\)",
         "a TCP connection waits at a listening socket and is not accepted yet",
-        "try again, or set `skip-in-flight = true` in [criu] of config.toml, which drops such connections",
+        "try again, or set `skip-in-flight = true` in [criu.options] of config.toml, which drops such connections",
     ),
     Cause(
         "multipath-tcp",
@@ -194,7 +194,7 @@ CAUSES: tuple[Cause, ...] = (
         "address-missing",
         r"Can't (?:bind|connect) inet socket(?: back)?.*: Cannot assign requested address",
         "a socket's IP address does not exist in the network namespace that the container is restored into",
-        "give the new container the same address, or use `tcp-close = true` in [criu] and listen on 0.0.0.0",
+        "give the new container the same address, or use `tcp-close = true` in [criu.options] and listen on 0.0.0.0",
     ),
     Cause(
         "unix-name-taken",
@@ -262,7 +262,7 @@ CAUSES: tuple[Cause, ...] = (
         "ghost-too-large",
         r"Can't dump ghost file (?P<path>.*) of (?P<size>\d+) size, increase limit",
         "{path} is open and unlinked, and its {size} bytes are more than the ghost-limit",
-        "set a larger ghost-limit in [criu] of config.toml (bytes), or let the program close the file",
+        "set a larger ghost_limit (bytes) in [criu] of config.toml, or let the program close the file",
     ),
     Cause(
         "ghost-exists",
@@ -280,7 +280,7 @@ CAUSES: tuple[Cause, ...] = (
         "file-locks",
         r"Some file locks are hold by dumping tasks",
         "a process holds file locks, and file-locks is switched off for this container",
-        "take no-file-locks out of [criu] of config.toml or of the container's own CRIU configuration",
+        "take no-file-locks out of [criu.options] of config.toml or of the container's own CRIU configuration",
     ),
     Cause(
         "file-missing",
@@ -304,7 +304,7 @@ CAUSES: tuple[Cause, ...] = (
         "file-mode",
         r"File (?P<path>.*) has bad mode (?P<found>0\d+) \(expect (?P<expected>0\d+)\)",
         "{path} has the mode {found} and had {expected} when the snapshot was taken",
-        "give it that mode again, or set `skip-file-rwx-check = true` in [criu] of config.toml",
+        "give it that mode again, or set `skip-file-rwx-check = true` in [criu.options] of config.toml",
     ),
     Cause(
         "file-build",
@@ -479,7 +479,7 @@ CAUSES: tuple[Cause, ...] = (
         "cgroup",
         r"cg: (?:Can't move|Can't mount|Failed closing|couldn't mount) (?P<what>.*)",
         "CRIU could not put the processes into their cgroups ({what})",
-        'set `manage-cgroups = "ignore"` in [criu] of config.toml: runc has made the cgroup already',
+        'set `manage-cgroups = "ignore"` in [criu.options] of config.toml: runc has made the cgroup already',
     ),
     Cause(
         "disk-full",
@@ -561,13 +561,13 @@ CAUSES: tuple[Cause, ...] = (
         "uninterruptible",
         r"Unseizable non-zombie (?P<pid>\d+) found, state (?P<state>\w),",
         "process {pid} could not be stopped (state {state}): it waits in the kernel (a disk, a network share, vfork)",
-        "try again; if it stays so, look at /proc/{pid}/stack, or set a larger `timeout` in [criu] of config.toml",
+        "try again; if it stays so, see /proc/{pid}/stack, or set a larger `timeout` in [criu.options] of config.toml",
     ),
     Cause(
         "timeout",
         r"Timeout reached\. Try to interrupt",
         "the processes could not be stopped within CRIU's timeout (10 s unless set)",
-        "try again, or set a larger `timeout` (seconds) in [criu] of config.toml",
+        "try again, or set a larger `timeout` (seconds) in [criu.options] of config.toml",
         vague=True,
     ),
     Cause(

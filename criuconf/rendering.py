@@ -239,7 +239,7 @@ def _defaults(criu: Criu, request: Request) -> list[Setting]:
 
 
 def _from_operator(criu: Criu, operation: str, name: str, value: Value) -> list[Setting]:
-    source = f"config.toml, [criu] {name}"
+    source = f"config.toml, [criu.options] {name}"
     if not is_name(name):
         raise CriuConfError(f"{source}: this is no name of a CRIU option")
     if value is False:

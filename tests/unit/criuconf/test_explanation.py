@@ -182,7 +182,7 @@ def test_the_command_prints_the_cause():
     assert done.returncode == 0
     text = done.stdout.decode()
     assert text.startswith("cause:   ghost-too-large\nline:    (")
-    assert "\nremedy:  set a larger ghost-limit" in text
+    assert "\nremedy:  set a larger ghost_limit" in text
 
 
 def test_the_command_reads_standard_input_and_tells_success_and_errors_apart():
