@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
             f"unknown action {arguments.action!r}: containerd runs this program with start or delete, "
             "a person runs `fermata`"
         )
-    except ShimError as error:
+    except (ShimError, OSError) as error:
         print(f"fermata: {error}", file=sys.stderr)
         return 1
 
@@ -118,11 +118,10 @@ def _info(arguments: Arguments) -> int:
 
 
 def _start(arguments: Arguments) -> int:
-    arguments.required("namespace")
-    arguments.required("id")
+    namespace, container_id = arguments.required("namespace"), arguments.required("id")
     action = _run_stock(arguments)
     # While the stock shim starts.
-    from shim import cleanup, client, config, log, runc, stock  # noqa: F401
+    from shim import cleanup, client, config, log, runc, state, stock  # noqa: F401
 
     settings = config.load()
     status, out = action.finish()
@@ -130,17 +129,21 @@ def _start(arguments: Arguments) -> int:
         return status
     answer = stock.Bootstrap(out)
     stock_path = client.socket_path(answer.address)
-    our_path = _address_for(stock_path)
-    answer_bytes = answer.with_address(f"unix://{our_path}")
-    listener = _listen(our_path)
-    if listener is None:  # the daemon of this container's group serves already
-        _write(1, answer_bytes)
-        return 0
-    pid = os.fork()
-    if pid == 0:
-        _daemon(listener, stock_path, our_path, settings, arguments)
-    listener.close()
-    _write(1, answer_bytes)
+    try:
+        our_path = _address_for(stock_path)
+        # Before anybody may call: should the daemon die, `delete` finds the stock shim by this.
+        kept = state.State(namespace, container_id)
+        kept.create()
+        kept.write(cleanup.DAEMON, cleanup.record(our_path, stock_path))
+        listener = _listen(our_path)
+        # None: the daemon of this container's group serves already.
+        if listener is not None and os.fork() == 0:
+            _daemon(listener, stock_path, our_path, settings, arguments)
+    except BaseException:
+        stock.end_unused(stock_path)
+        cleanup.forget(namespace, container_id)
+        raise
+    _write(1, answer.with_address(f"unix://{our_path}"))
     return 0
 
 
@@ -196,7 +199,6 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
         import gc
 
         from shim import runc
-        from shim.cleanup import record
         from shim.log import Log
 
         # With json in it, the dearest import: after the fork, while containerd connects.
@@ -214,10 +216,7 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
         for ignored in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGPIPE):
             _signal.signal(ignored, _signal.SIG_IGN)
         runc.adjust_oom_score()
-        pid = _stock_pid(bundle)
-        if pid:
-            runc.join_cgroups_of(pid)
-        shim = SnapshotShim(stock_path, settings, log, namespace, record(our_path, pid))
+        shim = SnapshotShim(stock_path, settings, log, namespace, our_path)
         gc.collect()
         gc.freeze()
         shim.serve(listener)
@@ -225,27 +224,17 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
     except BaseException:
         import traceback
 
+        from shim import stock
+
         traceback.print_exc()
+        # One that holds containers stays: containerd calls `delete` for each of them, now that we are gone.
+        stock.end_unused(stock_path)
     finally:
         try:
             os.unlink(our_path)
         except OSError:
             pass
         os._exit(status)
-
-
-def _stock_pid(bundle: str) -> int:
-    """The stock shim's pid, which its `start` leaves in the bundle; 0 when it is not there."""
-    try:
-        fd = os.open(f"{bundle}/shim.pid", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return 0
-    try:
-        return int(os.read(fd, 32) or b"0")
-    except ValueError:
-        return 0
-    finally:
-        os.close(fd)
 
 
 def _delete(arguments: Arguments) -> int:

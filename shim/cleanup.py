@@ -9,21 +9,42 @@ from shim.client import connect
 from shim.state import State
 
 DAEMON = "daemon"
-"""File of the state directory: our socket's path, the stock shim's pid and that process's start time."""
+"""File of the state directory: the paths of our socket and of the stock shim's."""
 
 
-def record(socket: str, pid: int) -> str:
+def record(socket: str, stock: str) -> str:
     """The content of the file DAEMON."""
-    return f"{socket}\n{pid}\n{start_time(pid)}\n"
+    return f"{socket}\n{stock}\n"
 
 
-def start_time(pid: int) -> str:
-    """A process's start time in clock ticks since boot, which with its pid names it for ever (proc(5)); "" if gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+def listener(path: str) -> int | None:
+    """The pid of the process that listens at a unix socket's path; None when there is none.
+
+    The peer's credentials would be those of the stock shim's `start`, which made the socket and is gone. So the
+    socket's inode is looked up (proc_net(5)) and then searched for among the descriptors of the processes. That takes
+    a while, and only a crash asks for it.
+    """
+    inodes = set()
+    with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            fields = line.split()
+            # Flags 00010000 (SO_ACCEPTCON): it listens.
+            if len(fields) == 8 and fields[3] == "00010000" and fields[7] == path:
+                inodes.add(f"socket:[{fields[6]}]")
+    for name in os.listdir("/proc") if inodes else ():
+        if not name.isdigit():
+            continue
+        try:
+            descriptors = os.listdir(f"/proc/{name}/fd")
+        except OSError:
+            continue
+        for descriptor in descriptors:
+            try:
+                if os.readlink(f"/proc/{name}/fd/{descriptor}") in inodes:
+                    return int(name)
+            except OSError:
+                continue
+    return None
 
 
 def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
@@ -36,31 +57,43 @@ def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
     recorded = State(namespace, container_id).read(DAEMON)
     if recorded is None:
         return
-    socket, pid_text, started = recorded.split("\n")[:3]
-    try:
-        connect(socket).close()
+    socket, stock = recorded.split("\n")[:2]
+    if _served(socket):
         return  # the daemon lives
+    pid = listener(stock)
+    if pid is not None:
+        _kill(pid, stock)
+    for path in (socket, stock):
+        if not _served(path):
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+
+
+def _served(path: str) -> bool:
+    try:
+        connect(path).close()
+        return True
     except OSError:
-        pass
-    pid = int(pid_text)
+        return False
+
+
+def _kill(pid: int, stock: str) -> None:
+    import select
+
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
         return
     try:
-        if started and start_time(pid) == started:  # checked with the descriptor open, so it cannot be another's by now
+        if listener(stock) == pid:  # asked again with the descriptor open, so it cannot be another's by now
             _signal.pidfd_send_signal(descriptor, _signal.SIGKILL)
-            import select
-
             select.select([descriptor], [], [], 5)
     except OSError:
         pass
     finally:
         os.close(descriptor)
-    try:
-        os.unlink(socket)
-    except OSError:
-        pass
 
 
 def forget(namespace: str, container_id: str) -> None:

@@ -29,8 +29,9 @@ class RuncShim:
 
     OVERRIDES: dict[str, str] = {}
 
-    def __init__(self, stock_path: str, config: Config, log: Log) -> None:
+    def __init__(self, stock_path: str, config: Config, log: Log, our_path: str) -> None:
         self._stock_path = stock_path
+        self._our_path = our_path
         self.config = config
         self.log = log
 
@@ -62,6 +63,29 @@ class RuncShim:
         if response.status is not None and response.status.code:
             raise ShimError(response.status.message, response.status.code)
         return response.payload
+
+    def stay_reachable(self, bundle: str) -> None:
+        """Have containerd 1.7 come back to us after its own restart.
+
+        It goes to the address in the bundle's file `address`, which the stock shim writes; 2.x keeps what `start`
+        answered, in a file of its own. Not to be called before a call was answered: the stock shim reads the file when
+        it begins to serve, to know which socket to remove at its end.
+        """
+        path = f"{bundle}/address"
+        try:
+            with open(path, encoding="utf-8") as file:
+                if file.read() != f"unix://{self._stock_path}":
+                    return
+        except FileNotFoundError:
+            return
+        with open(f"{path}.fermata", "w", encoding="utf-8") as file:
+            file.write(f"unix://{self._our_path}")
+        os.rename(f"{path}.fermata", path)
+
+    def join_cgroups(self, call: Call, container_id: str) -> None:
+        """Join the cgroups that the option `shim_cgroup` moved the stock shim to."""
+        payload = self.forward_checked(call, task.IdRequest(id=container_id).encode(), method="Connect")
+        join_cgroups_of(task.ConnectResponse.decode(payload).shim_pid)
 
 
 def adjust_oom_score() -> None:

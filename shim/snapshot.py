@@ -8,7 +8,7 @@ import time
 
 from shim import bundle as bundles
 from shim import hostfiles, netns, task
-from shim.cleanup import DAEMON, forget
+from shim.cleanup import DAEMON, forget, record
 from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, ShimError
 from shim.relay import Call
 from shim.rootfs import Rootfs
@@ -59,10 +59,9 @@ class SnapshotShim(RuncShim):
         "Resume": "resume",
     }
 
-    def __init__(self, stock_path: str, config: Config, log: Log, namespace: str, daemon_record: str) -> None:
-        super().__init__(stock_path, config, log)
+    def __init__(self, stock_path: str, config: Config, log: Log, namespace: str, our_path: str) -> None:
+        super().__init__(stock_path, config, log, our_path)
         self._namespace = namespace  # a daemon serves one; containerd 1.7 sends none with its calls
-        self._daemon_record = daemon_record
         self._containers: dict[str, Container] = {}
 
     # Create ------------------------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class SnapshotShim(RuncShim):
         forget(state.namespace, state.id)  # of a container of this name that a crash left
         try:
             state.create()
-            state.write(DAEMON, self._daemon_record)
+            state.write(DAEMON, record(self._our_path, self._stock_path))
             self._prepare_bundle(bundle, container)
             if source:
                 self._prepare_restore(source, bundle, container, request, options)
@@ -99,6 +98,9 @@ class SnapshotShim(RuncShim):
             self._containers[request.id] = container
         return response
 
+            self.stay_reachable(request.bundle)
+            if options.shim_cgroup:
+                self.join_cgroups(call, request.id)
     def _prepare_bundle(self, bundle: bundles.Bundle, container: Container) -> None:
         container.criu_config = bundle.annotations.get(bundles.CRIU_CONFIG)
         # The content is written by the operation that needs it: a container that is never snapshotted needs no CRIU.
@@ -262,6 +264,10 @@ def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
     if request.options is None or not request.options.value:
         return task.RuncOptions()
     if request.options.type_url != task.RUNC_OPTIONS:
+    if request.options is not None and request.options.type_url == task.LEGACY_RUNC_OPTIONS:
+        options = task.LegacyRuncOptions.decode(request.options.value).modern()
+        request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
+        return options
         raise ShimError(
             f"the runtime options are of type {request.options.type_url}; fermata takes runc's, {task.RUNC_OPTIONS}",
             INVALID_ARGUMENT,
@@ -275,6 +281,8 @@ def _checkpoint_options(request: task.CheckpointTaskRequest) -> task.CheckpointO
     if request.options.type_url != task.CHECKPOINT_OPTIONS:
         raise ShimError(
             f"the checkpoint options are of type {request.options.type_url}; fermata takes {task.CHECKPOINT_OPTIONS}",
+    if request.options.type_url == task.LEGACY_CHECKPOINT_OPTIONS:
+        return task.LegacyCheckpointOptions.decode(request.options.value).modern()
             INVALID_ARGUMENT,
         )
     return task.CheckpointOptions.decode(request.options.value)

@@ -13,7 +13,9 @@ from shim.wire import Message
 SERVICES = ("containerd.task.v2.Task", "containerd.task.v3.Task")
 
 RUNC_OPTIONS = "containerd.runc.v1.Options"
+LEGACY_RUNC_OPTIONS = "containerd.linux.runc.CreateOptions"
 CHECKPOINT_OPTIONS = "containerd.runc.v1.CheckpointOptions"
+LEGACY_CHECKPOINT_OPTIONS = "containerd.linux.runc.CheckpointOptions"
 
 # StateResponse.status
 CREATED, RUNNING, STOPPED, PAUSED, PAUSING = 1, 2, 3, 4, 5
@@ -50,19 +52,49 @@ class RuncOptions(Message):
     """runc's options of a container."""
 
     FIELDS = {
+        1: ("no_pivot_root", bool),
+        2: ("no_new_keyring", bool),
         3: ("shim_cgroup", str),
+        4: ("io_uid", int),
+        5: ("io_gid", int),
         6: ("binary_name", str),
         7: ("root", str),
         9: ("systemd_cgroup", bool),
         10: ("criu_image_path", str),
         11: ("criu_work_path", str),
     }
+    no_pivot_root: bool
+    no_new_keyring: bool
     shim_cgroup: str
+    io_uid: int
+    io_gid: int
     binary_name: str
     root: str
     systemd_cgroup: bool
     criu_image_path: str
     criu_work_path: str
+
+
+class LegacyRuncOptions(Message):
+    """The options that a client of containerd 1.7 sends to any runtime whose name does not begin with
+    `io.containerd.runc`, meant for a shim that 1.7 has not any more; runc's own shim does not know the type.
+
+    Source: containerd 1.7's runtime/linux/runctypes/runc.proto.
+    """
+
+    FIELDS = {
+        1: ("no_pivot_root", bool),
+        8: ("no_new_keyring", bool),
+        9: ("shim_cgroup", str),
+        10: ("io_uid", int),
+        11: ("io_gid", int),
+        12: ("criu_work_path", str),
+        13: ("criu_image_path", str),
+    }
+
+    def modern(self) -> RuncOptions:
+        """The same options as runc's shim knows them."""
+        return RuncOptions(**{name: getattr(self, name) for name, _ in self.FIELDS.values()})
 
 
 class ExecRequest(Message):
@@ -141,6 +173,20 @@ class CheckpointOptions(Message):
     image_path: str
     work_path: str
     parent_path: str
+
+
+class LegacyCheckpointOptions(Message):
+    """As LegacyRuncOptions, of a checkpoint."""
+
+    FIELDS = {
+        **{number: field for number, field in CheckpointOptions.FIELDS.items() if number < 8},
+        8: ("work_path", str),
+        9: ("image_path", str),
+    }
+
+    def modern(self) -> CheckpointOptions:
+        """The same options as runc's shim knows them."""
+        return CheckpointOptions(**{name: getattr(self, name) for name, _ in self.FIELDS.values()})
 
 
 class KillRequest(Message):
