@@ -96,11 +96,11 @@ class SnapshotShim(RuncShim):
             self._undo_create(container)
         else:
             self._containers[request.id] = container
-        return response
-
             self.stay_reachable(request.bundle)
             if options.shim_cgroup:
                 self.join_cgroups(call, request.id)
+        return response
+
     def _prepare_bundle(self, bundle: bundles.Bundle, container: Container) -> None:
         container.criu_config = bundle.annotations.get(bundles.CRIU_CONFIG)
         # The content is written by the operation that needs it: a container that is never snapshotted needs no CRIU.
@@ -261,13 +261,13 @@ class SnapshotShim(RuncShim):
 
 
 def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
-    if request.options is None or not request.options.value:
-        return task.RuncOptions()
-    if request.options.type_url != task.RUNC_OPTIONS:
     if request.options is not None and request.options.type_url == task.LEGACY_RUNC_OPTIONS:
         options = task.LegacyRuncOptions.decode(request.options.value).modern()
         request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
         return options
+    if request.options is None or not request.options.value:
+        return task.RuncOptions()
+    if request.options.type_url != task.RUNC_OPTIONS:
         raise ShimError(
             f"the runtime options are of type {request.options.type_url}; fermata takes runc's, {task.RUNC_OPTIONS}",
             INVALID_ARGUMENT,
@@ -278,11 +278,11 @@ def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
 def _checkpoint_options(request: task.CheckpointTaskRequest) -> task.CheckpointOptions:
     if request.options is None or not request.options.value:
         return task.CheckpointOptions()
+    if request.options.type_url == task.LEGACY_CHECKPOINT_OPTIONS:
+        return task.LegacyCheckpointOptions.decode(request.options.value).modern()
     if request.options.type_url != task.CHECKPOINT_OPTIONS:
         raise ShimError(
             f"the checkpoint options are of type {request.options.type_url}; fermata takes {task.CHECKPOINT_OPTIONS}",
-    if request.options.type_url == task.LEGACY_CHECKPOINT_OPTIONS:
-        return task.LegacyCheckpointOptions.decode(request.options.value).modern()
             INVALID_ARGUMENT,
         )
     return task.CheckpointOptions.decode(request.options.value)
