@@ -93,11 +93,14 @@ def delegate_node(name: str) -> None:
         _delegate(directory(hierarchy, name), hierarchy.kind)
 
 
-def entry_file() -> str:
-    """Where a process that enters a node writes its pid, as seen inside: one hierarchy is enough to be found again."""
+def entry_file(name: str) -> str:
+    """Where a process that enters a node writes its pid: one hierarchy is enough to be found again.
+
+    As seen outside: with the mount option nsdelegate nobody moves from without a cgroup namespace to within it.
+    """
     known = hierarchies()
     chosen = next((h for h in known if h.kind == "cgroup2"), known[0])
-    return f"{chosen.mountpoint}/{LEAF}/cgroup.procs"
+    return f"{directory(chosen, name)}/{LEAF}/cgroup.procs"
 
 
 def _all_directories(name: str) -> list[Path]:

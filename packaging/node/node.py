@@ -174,8 +174,8 @@ class Node:
 
     def argv(self, argv: Sequence[str]) -> list[str]:
         """The command line that runs ``argv`` in the node, started from the host."""
-        entry = ["/bin/sh", "-c", ENTER, "node", cgroup.entry_file(), *argv]
-        return ["nsenter", f"--target={self.pid}", "--mount", "--cgroup", "--", *entry]
+        entry = ["/bin/sh", "-c", ENTER, "node", cgroup.entry_file(self.facts["token"])]
+        return [*entry, "nsenter", f"--target={self.pid}", "--mount", "--cgroup", "--", *argv]
 
     def popen(
         self, argv: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
