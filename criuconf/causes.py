@@ -197,6 +197,12 @@ CAUSES: tuple[Cause, ...] = (
         "give the new container the same address, or use `tcp-close = true` in [criu.options] and listen on 0.0.0.0",
     ),
     Cause(
+        "network-down",
+        r"Can't connect inet socket back: Network is unreachable",
+        "a TCP connection was open, and in the network namespace of the restore no interface is up, not even lo",
+        "give it a network namespace that is set up before (annotation fermata/netns: private, or a CNI's)",
+    ),
+    Cause(
         "unix-name-taken",
         r"unix: Can't bind id .*: Address already in use",
         "the name of a unix socket is taken in this network namespace (CUDA's cuda-uvmfd-… is one such name)",
