@@ -120,8 +120,11 @@ def _info(arguments: Arguments) -> int:
 def _start(arguments: Arguments) -> int:
     namespace, container_id = arguments.required("namespace"), arguments.required("id")
     action = _run_stock(arguments)
-    # While the stock shim starts.
-    from shim import cleanup, client, config, log, runc, state, stock  # noqa: F401
+    # While the stock shim starts, which takes it longer than all these imports: what this needs, and what the daemon
+    # does.
+    import ctypes  # noqa: F401
+
+    from shim import cleanup, client, config, log, netns, runc, snapshot, state, stock  # noqa: F401
 
     settings = config.load()
     status, out = action.finish()
@@ -200,8 +203,6 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
 
         from shim import runc
         from shim.log import Log
-
-        # With json in it, the dearest import: after the fork, while containerd connects.
         from shim.snapshot import SnapshotShim
 
         os.setsid()
