@@ -1,0 +1,68 @@
+"""An overlay's upper directory as a layer file, and back.
+
+    write(upperdir, out)            upper directory -> layer file
+    full_diff(lowerdirs, merged, out)   the same layer from a comparison of the merged tree with the image below it
+    apply(layer, upperdir)          layer file -> upper directory, all of it or none of it
+    choose(mount_options)           which of the two writers a mount needs, and why
+    measure(upperdir)               how large the layer will be, without reading a file
+    record(root), compare(a, b)     everything that a program can see of a tree; how two trees differ
+    entries(layer)                  what is in a layer file
+
+The format is the OCI image layer (tar with pax headers); docs/layer.md describes it with our additions. Every error is
+a LayerError whose text says what went wrong and where.
+
+The names are loaded when they are first used: a shim imports this package in a process that lives as long as a
+container, and needs at most one of them.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from layerwriter.diff import full_diff as full_diff
+    from layerwriter.layer import DEFAULT_LIMIT as DEFAULT_LIMIT
+    from layerwriter.layer import HiddenChange as HiddenChange
+    from layerwriter.layer import Layer as Layer
+    from layerwriter.layer import LayerError as LayerError
+    from layerwriter.layer import Size as Size
+    from layerwriter.overlay import Choice as Choice
+    from layerwriter.overlay import choose as choose
+    from layerwriter.reader import entries as entries
+    from layerwriter.tree import compare as compare
+    from layerwriter.tree import record as record
+    from layerwriter.unpack import Applied as Applied
+    from layerwriter.unpack import apply as apply
+    from layerwriter.upper import measure as measure
+    from layerwriter.upper import write as write
+
+_MODULES = {
+    "Applied": "unpack",
+    "Choice": "overlay",
+    "DEFAULT_LIMIT": "layer",
+    "HiddenChange": "layer",
+    "Layer": "layer",
+    "LayerError": "layer",
+    "Size": "layer",
+    "apply": "unpack",
+    "choose": "overlay",
+    "compare": "tree",
+    "entries": "reader",
+    "full_diff": "diff",
+    "measure": "upper",
+    "record": "tree",
+    "write": "upper",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'layerwriter' has no attribute {name!r}")
+    # __import__ and not importlib.import_module: importlib's own import costs more than this package.
+    value: object = getattr(__import__(f"layerwriter.{module}", fromlist=[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(_MODULES)

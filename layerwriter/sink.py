@@ -1,0 +1,269 @@
+"""Where a tar goes while it is made: buffers that are written, hashed and compressed beside the walk.
+
+The walk fills a buffer with headers and file data, side by side. A full buffer goes through stages, each a thread of
+its own that leaves Python's lock while the kernel writes or OpenSSL hashes, and comes back to be filled again. So the
+memory is the buffers', whatever the size of the layer.
+
+    Sink:      fill -> write -> hash -> fill
+    ZstdSink:  fill -> hash of the tar -> compress (one thread per core) -> write and hash of the file, in order -> fill
+"""
+
+from __future__ import annotations
+
+import os
+from _queue import SimpleQueue
+from hashlib import sha256
+
+from layerwriter.layer import LayerError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from threading import Thread
+
+    Queue = SimpleQueue["Piece | None"]
+
+_BUFFER = 1 << 20
+"""Bytes of tar that go through the stages together, and that make one zstd frame: frames are what can be compressed
+and decompressed side by side."""
+_WORKERS = 8
+"""Compressing threads at most. The one SHA-256 of the tar keeps up with no more, and memory stays bounded."""
+
+_ZEROS = bytes(1 << 16)
+
+
+class Piece:
+    """A part of the tar on its way through the stages: `used` bytes of `view`, at `offset` of the tar."""
+
+    __slots__ = ("frame", "offset", "ready", "used", "view")
+
+    def __init__(self, size: int) -> None:
+        self.view = memoryview(bytearray(size))
+        self.used = 0
+        self.offset = 0
+        self.frame = b""
+        self.ready: SimpleQueue[None] = SimpleQueue()
+
+
+class Sink:
+    """An uncompressed tar under construction, over a file opened for reading and writing.
+
+    `view` and `used` are for the walk: it may place up to `capacity - used` bytes in the view itself and add them to
+    `used`. `limit` is the largest tar allowed, in bytes.
+    """
+
+    capacity = _BUFFER
+    spare = 3
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self.fd = fd
+        self.limit = limit
+        self.used = 0
+        self._start = 0
+        self._hash = sha256()
+        self._piece = Piece(self.capacity)
+        self.view = self._piece.view
+        self._first: Queue = SimpleQueue()
+        self._free: Queue = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def position(self) -> int:
+        """Offset in the tar of the next byte."""
+        return self._start + self.used
+
+    def refuse(self, size: int, what: str) -> None:
+        """Raise the error of an entry that does not fit the limit."""
+        raise LayerError(
+            f"{what} takes the layer past its limit of {self.limit} bytes "
+            f"({self.position} before it, {size} more): raise the limit, or remove files and try again"
+        )
+
+    def put(self, data: bytes) -> None:
+        """Append bytes of any length."""
+        rest = memoryview(data)
+        while rest:
+            if self.used == self.capacity:
+                self.flush()
+            part = rest[: self.capacity - self.used]
+            self.view[self.used : self.used + len(part)] = part
+            self.used += len(part)
+            rest = rest[len(part) :]
+
+    def pad(self) -> None:
+        """Fill up to a multiple of 512 with zeros."""
+        self.put(_ZEROS[: -self.used % 512])
+
+    def copy(self, fd: int, offset: int, size: int) -> int:
+        """Append `size` bytes of a file from `offset`. Returns how many the file had."""
+        left = size
+        while left:
+            if self.used == self.capacity:
+                self.flush()
+            got = os.preadv(fd, (self.view[self.used : self.used + left],), offset)
+            if got == 0:
+                break
+            self.used += got
+            offset += got
+            left -= got
+        return size - left
+
+    def flush(self) -> None:
+        """Hand the filled piece on and take an empty one."""
+        piece = self._piece
+        piece.used, piece.offset = self.used, self._start
+        self._start += self.used
+        self.used = 0
+        if not self._threads:
+            self._start_stages()
+        self._first.put(piece)
+        if self.spare:
+            self.spare -= 1
+            self._piece = Piece(self.capacity)
+        else:
+            returned = self._free.get()
+            assert returned is not None
+            self._piece = returned
+        self.view = self._piece.view
+        if self._failure is not None:
+            raise self._failure
+
+    def finish(self) -> tuple[str, str, int]:
+        """Let everything reach the file. Returns the file's digest, the tar's digest and the file's size."""
+        piece = self._piece
+        piece.used, piece.offset = self.used, self._start
+        self._start += self.used
+        if self._threads:
+            self._first.put(piece)
+            self._stop_stages()
+        else:
+            self._whole(piece)  # what fits one piece needs no thread
+        if self._failure is not None:
+            raise self._failure
+        return self._result()
+
+    def abandon(self) -> None:
+        """Stop the stages after a failure of the walk."""
+        if self._failure is None:
+            self._failure = LayerError("the layer was abandoned")
+        self._stop_stages()
+
+    def _whole(self, piece: Piece) -> None:
+        self._write(piece)
+        self._digest(piece)
+
+    def _result(self) -> tuple[str, str, int]:
+        digest = f"sha256:{self._hash.hexdigest()}"
+        return digest, digest, self._start
+
+    def _start_stages(self) -> None:
+        written: Queue = SimpleQueue()
+        self._stage(self._first, self._write, written)
+        self._stage(written, self._digest, self._free)
+
+    def _stage(self, source: Queue, step: Callable[[Piece], None], target: Queue) -> None:
+        """Start a thread that takes pieces through one step. After a failure it only passes them on, so that no stage
+        waits for ever."""
+
+        def run() -> None:
+            while (piece := source.get()) is not None:
+                if self._failure is None:
+                    try:
+                        step(piece)
+                    except BaseException as failure:
+                        self._failure = failure
+                target.put(piece)
+            target.put(None)
+
+        self._start_thread(run)
+
+    def _start_thread(self, run: Callable[[], None]) -> None:
+        from threading import Thread
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _stop_stages(self) -> None:
+        if self._threads:
+            self._first.put(None)
+            for thread in self._threads:
+                thread.join()
+            self._threads.clear()
+
+    def _write(self, piece: Piece) -> None:
+        _write_at(self.fd, piece.view[: piece.used], piece.offset)
+
+    def _digest(self, piece: Piece) -> None:
+        self._hash.update(piece.view[: piece.used])
+
+
+class ZstdSink(Sink):
+    """A tar under construction that reaches the file as zstd frames of at most 1 MiB of tar."""
+
+    def __init__(self, fd: int, limit: int) -> None:
+        from layerwriter.compression import compressor, cores
+
+        super().__init__(fd, limit)
+        # Made here and not in the threads: a missing package has to stop the caller.
+        self._compressors = [compressor() for _ in range(min(cores(), _WORKERS))]
+        self.spare = len(self._compressors) + 1
+        self._written = 0
+        self._file_hash = sha256()
+
+    def _whole(self, piece: Piece) -> None:
+        self._digest(piece)
+        piece.frame = self._compressors[0](piece.view[: piece.used])
+        self._write_frame(piece)
+
+    def _result(self) -> tuple[str, str, int]:
+        return f"sha256:{self._file_hash.hexdigest()}", f"sha256:{self._hash.hexdigest()}", self._written
+
+    def _start_stages(self) -> None:
+        hashed: Queue = SimpleQueue()
+        work: Queue = SimpleQueue()
+        in_order: Queue = SimpleQueue()
+        self._stage(self._first, self._digest, hashed)
+        self._start_thread(lambda: self._distribute(hashed, work, in_order))
+        for compress in self._compressors:
+            self._start_compressing(compress, work)
+        self._stage(in_order, self._write_ready, self._free)
+
+    def _distribute(self, source: Queue, work: Queue, in_order: Queue) -> None:
+        while (piece := source.get()) is not None:
+            work.put(piece)
+            in_order.put(piece)
+        for _ in self._compressors:
+            work.put(None)
+        in_order.put(None)
+
+    def _start_compressing(self, compress: Callable[[memoryview], bytes], work: Queue) -> None:
+        def run() -> None:
+            while (piece := work.get()) is not None:
+                if self._failure is None:
+                    try:
+                        piece.frame = compress(piece.view[: piece.used])
+                    except BaseException as failure:
+                        self._failure = failure
+                piece.ready.put(None)
+
+        self._start_thread(run)
+
+    def _write_ready(self, piece: Piece) -> None:
+        piece.ready.get()
+        if self._failure is None:
+            self._write_frame(piece)
+
+    def _write_frame(self, piece: Piece) -> None:
+        _write_at(self.fd, memoryview(piece.frame), self._written)
+        self._file_hash.update(piece.frame)
+        self._written += len(piece.frame)
+        piece.frame = b""
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(fd, data, offset)
+        data = data[done:]
+        offset += done
