@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = 0, 1, 2, 3
-# Of cuda.h's CUresult.
-INVALID_VALUE, ILLEGAL_STATE, NOT_READY = 1, 401, 600
+ILLEGAL_STATE, NOT_READY = 401, 600  # of cuda.h's CUresult
 
 CHECKPOINT_CALLS = ("GetState", "Lock", "Checkpoint", "Restore", "Unlock")
 _ARGUMENT_BYTES = 128  # the calls' argument structures have 64 to 72, reserved parts zero
@@ -71,7 +70,7 @@ class Driver:
             raise CudaError((name.value or b"CUDA error %d" % code).decode(), code)
 
     def state(self, pid: int) -> int:
-        """The process's state. INVALID_VALUE: it is no CUDA process."""
+        """The process's state. NOT_INITIALIZED: it does not use CUDA. Blocks while the process is frozen."""
         state = ctypes.c_int(-1)
         self._check(self._lib.cuCheckpointProcessGetState(pid, ctypes.byref(state)))
         return state.value
@@ -105,9 +104,18 @@ def _uuid_bytes(uuid: str) -> bytes:
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
+    """nvmlMemory_v2_t. The first version counts what the driver keeps for itself (0.6 GB on an H200) as used."""
 
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
+
+
+_MEMORY_V2 = ctypes.sizeof(_Memory) | 2 << 24
 
 
 class _ProcessInfo(ctypes.Structure):
@@ -154,9 +162,9 @@ class Inventory:
         for index in range(count.value):
             handle = ctypes.c_void_p()
             self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
-            minor, memory = ctypes.c_uint(), _Memory()
+            minor, memory = ctypes.c_uint(), _Memory(version=_MEMORY_V2)
             self._call("nvmlDeviceGetMinorNumber", handle, ctypes.byref(minor))
-            self._call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+            self._call("nvmlDeviceGetMemoryInfo_v2", handle, ctypes.byref(memory))
             found.append(
                 {
                     "uuid": self._text("nvmlDeviceGetUUID", handle),

@@ -55,7 +55,8 @@ LIBRARY_DIRS = (
     "/home/kubernetes/bin/nvidia/lib64/",
 )
 _STATES = ("running", "locked", "in host memory", "failed")
-_NOT_CUDA = 1  # CUDA_ERROR_INVALID_VALUE: the pid is of no process that uses CUDA
+# CUDA_ERROR_INVALID_VALUE and CUDA_ERROR_NOT_INITIALIZED (as driver 580 says): the pid's process does not use CUDA.
+_NOT_CUDA = (1, 3)
 _NOT_SUPPORTED, _NOT_READY = 801, 600
 
 
@@ -392,7 +393,7 @@ class _Taking:
         states = driver.call("state", pids=[user.pid for user in present])["results"]
         running = []
         for user, result in zip(present, states, strict=True):
-            if result.get("code") == _NOT_CUDA or result.get("died"):
+            if result.get("code") in _NOT_CUDA or result.get("died"):
                 self._refuse_stranger(user)
             elif "error" in result:
                 raise ShimError(f"{self._what}: {user}: {result['error']}", FAILED_PRECONDITION)

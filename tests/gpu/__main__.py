@@ -19,9 +19,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent.parent / "packaging")]
 
+import containers  # noqa: E402
 import moving  # noqa: E402
+from machine import Machine  # noqa: E402
 
-GROUPS = {"moving": moving}
+GROUPS: dict[str, Any] = {"moving": moving, "containers": containers}
 
 
 def machine() -> dict[str, Any]:
@@ -61,6 +63,7 @@ def main() -> int:
     results: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "cases": {}}
     print(json.dumps(results["machine"]), flush=True)
     failed = 0
+    node: Machine | None = None
     for group, module in GROUPS.items():
         for name, case in module.CASES.items():
             full = f"{group}.{name}"
@@ -69,15 +72,24 @@ def main() -> int:
             began = time.monotonic()
             result: dict[str, Any]
             try:
-                result = {"passed": True, **case()}
+                if group == "moving":
+                    result = {"passed": True, **case()}
+                else:
+                    node = node or Machine()
+                    result = {"passed": True, **case(node)}
             except Exception as error:
                 failed += 1
                 result = {"passed": False, "error": str(error)[-3000:], "trace": traceback.format_exc()[-3000:]}
+                if node:
+                    lines = node.node.log.read_text(errors="replace").splitlines()
+                    result["node_log"] = [line for line in lines if "runtime=fermata" in line][-8:]
             result["case_s"] = round(time.monotonic() - began, 3)
             results["cases"][full] = result
             print(full, json.dumps(result), flush=True)
             # After every case, so that a machine that is taken away has left what it measured.
             path.write_text(json.dumps(results, indent=1) + "\n")
+    if node:
+        node.down()
     print(f"{len(results['cases'])} cases, {failed} failed; {path}")
     return 1 if failed else 0
 

@@ -111,6 +111,24 @@ def child(questions: object, answers: object, size: float, seed: int) -> None:
         time.sleep(0.05)  # so that each gets one of the questions
 
 
+def family(folder: str, size: float) -> None:
+    """Four processes that share nothing: one may die without the others noticing. The children answer in 2, 3 and 4."""
+    context = multiprocessing.get_context("spawn")
+    for seed in (2, 3, 4):
+        os.mkdir(f"{folder}/{seed}")
+    children = [context.Process(target=one, args=(f"{folder}/{seed}", size), daemon=True) for seed in (2, 3, 4)]
+    for process in children:
+        process.start()
+    state = State(size)
+    for seed in (2, 3, 4):
+        while not os.path.exists(f"{folder}/{seed}/ready"):
+            time.sleep(0.02)
+    serve(
+        folder,
+        lambda word: [os.getpid(), *(process.pid for process in children)] if word == "pids" else state.digest(),
+    )
+
+
 def forked(folder: str, size: float) -> None:
     """A process that uses the GPU and then forks one that does not."""
     state = State(size)
@@ -151,5 +169,5 @@ def hog(folder: str, size: float) -> None:
 
 
 if __name__ == "__main__":
-    kinds = {"one": one, "tree": tree, "forked": forked, "sharing": sharing, "hog": hog}
+    kinds = {"one": one, "tree": tree, "family": family, "forked": forked, "sharing": sharing, "hog": hog}
     kinds[sys.argv[1]](sys.argv[2], float(sys.argv[3]) if len(sys.argv) > 3 else 1.0)
