@@ -13,41 +13,112 @@ if TYPE_CHECKING:
 PATH = "/etc/fermata/config.toml"
 
 
+class Setting:
+    """One key of the configuration: where it stands, the attribute of Config that holds it, its default and its
+    meaning.
+
+    `choices` are the values that it can have; None for any of the default's type (text where there is no default).
+    """
+
+    __slots__ = ("attribute", "choices", "default", "key", "kind", "meaning", "section")
+
+    def __init__(
+        self,
+        section: str,
+        key: str,
+        attribute: str,
+        default: Any,
+        meaning: str,
+        *,
+        choices: tuple[str, ...] | None = None,
+    ) -> None:
+        self.section = section
+        self.key = key
+        self.attribute = attribute
+        self.default = default
+        self.kind: type = str if default is None else type(default)
+        self.meaning = meaning
+        self.choices = choices
+
+
+SETTINGS = (
+    Setting(
+        "shim",
+        "stock_shim",
+        "stock_shim",
+        None,
+        "Path of containerd-shim-runc-v2. By default it is looked for beside the containerd binary, then on PATH.",
+    ),
+    Setting("criu", "path", "criu", "criu", "The CRIU that runc uses, by name or by path."),
+    Setting(
+        "criu",
+        "ghost_limit",
+        "ghost_limit",
+        1 << 30,
+        "Bytes. The largest file without a name that a process holds open and that a snapshot may carry.",
+    ),
+    Setting(
+        "criu",
+        "options",
+        "criu_options",
+        {},
+        "A table of CRIU's own options by their long names, which win over fermata's: `true` sets an option, `false` "
+        "its `no-` form, a number or text is its value, a list gives it once for each element. An option that the installed "
+        "CRIU does not have is refused by name. A container's own `org.criu.config` wins over these.",
+    ),
+    Setting(
+        "layer",
+        "limit",
+        "layer_limit",
+        8 << 30,
+        "Bytes of the uncompressed layer. A container whose writable layer has more is refused before it is touched.",
+    ),
+    Setting(
+        "layer",
+        "compression",
+        "layer_compression",
+        "none",
+        "Uncompressed, a layer is written at the disk's speed. zstd needs the Python package zstandard (in Python 3.14 "
+        "it is built in) and keeps the container frozen for longer.",
+        choices=("none", "zstd"),
+    ),
+    Setting(
+        "gpu",
+        "libcuda",
+        "gpu_libcuda",
+        None,
+        "Path of the NVIDIA driver's libcuda.so.1. By default it is where the dynamic linker has it, else where driver "
+        "containers put it.",
+    ),
+    Setting(
+        "gpu",
+        "lock_timeout",
+        "gpu_lock_timeout",
+        10,
+        "Seconds to wait for a process's work on the GPU to come to an end.",
+    ),
+    Setting(
+        "gpu", "move_timeout", "gpu_move_timeout", 600, "Seconds after which a step that moves GPU state has failed."
+    ),
+)
+
+
 class Config:
-    """Settings of a node."""
+    """Settings of a node; each attribute is one of SETTINGS, at its default."""
+
+    stock_shim: str | None
+    criu: str
+    ghost_limit: int
+    criu_options: dict[str, Any]
+    layer_limit: int
+    layer_compression: str
+    gpu_libcuda: str | None
+    gpu_lock_timeout: int
+    gpu_move_timeout: int
 
     def __init__(self) -> None:
-        self.stock_shim: str | None = None
-        """[shim] stock_shim: path of containerd-shim-runc-v2; by default beside containerd, else on PATH."""
-        self.criu: str = "criu"
-        """[criu] path: the CRIU that runc uses."""
-        self.ghost_limit: int = 1 << 30
-        """[criu] ghost_limit: bytes; the largest unlinked open file that a snapshot may carry."""
-        self.criu_options: dict[str, Any] = {}
-        """[criu.options]: more of CRIU's own options, by their long names; they win over fermata's."""
-        self.layer_limit: int = 8 << 30
-        """[layer] limit: bytes; a writable layer above it is refused before the container is touched."""
-        self.layer_compression: str = "none"
-        """[layer] compression: "none" or "zstd"."""
-        self.gpu_libcuda: str | None = None
-        """[gpu] libcuda: path of the NVIDIA driver's libcuda.so.1; by default where the dynamic linker has it, then
-        where driver containers put it."""
-        self.gpu_lock_timeout: int = 10
-        """[gpu] lock_timeout: seconds to wait for a process's work on the GPU to end."""
-        self.gpu_move_timeout: int = 600
-        """[gpu] move_timeout: seconds after which a step that moves GPU state has failed."""
-
-
-_KEYS: dict[str, dict[str, tuple[str, type]]] = {
-    "shim": {"stock_shim": ("stock_shim", str)},
-    "criu": {"path": ("criu", str), "ghost_limit": ("ghost_limit", int), "options": ("criu_options", dict)},
-    "layer": {"limit": ("layer_limit", int), "compression": ("layer_compression", str)},
-    "gpu": {
-        "libcuda": ("gpu_libcuda", str),
-        "lock_timeout": ("gpu_lock_timeout", int),
-        "move_timeout": ("gpu_move_timeout", int),
-    },
-}
+        for setting in SETTINGS:
+            setattr(self, setting.attribute, setting.default)
 
 
 def load(path: str = PATH) -> Config:
@@ -60,22 +131,30 @@ def load(path: str = PATH) -> Config:
         return config
     except OSError as error:
         raise ShimError(f"cannot read {path}: {error.strerror}", FAILED_PRECONDITION) from error
+    known: dict[str, dict[str, Setting]] = {}
+    for setting in SETTINGS:
+        known.setdefault(setting.section, {})[setting.key] = setting
     for section, keys in _parse(path, data).items():
-        if section not in _KEYS or not isinstance(keys, dict):
-            raise ShimError(f"{path}: unknown section [{section}]; there are {', '.join(_KEYS)}", FAILED_PRECONDITION)
+        if section not in known or not isinstance(keys, dict):
+            raise ShimError(f"{path}: unknown section [{section}]; there are {', '.join(known)}", FAILED_PRECONDITION)
         for key, value in keys.items():
-            if key not in _KEYS[section]:
-                known = ", ".join(_KEYS[section])
-                raise ShimError(f"{path}: unknown key {key} in [{section}]; there are {known}", FAILED_PRECONDITION)
-            attribute, kind = _KEYS[section][key]
-            if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-                raise ShimError(f"{path}: [{section}] {key} = {value!r} is no {kind.__name__}", FAILED_PRECONDITION)
-            setattr(config, attribute, value)
-    if config.layer_compression not in ("none", "zstd"):
-        raise ShimError(
-            f"{path}: [layer] compression = {config.layer_compression!r}; it can be none or zstd", FAILED_PRECONDITION
-        )
+            if key not in known[section]:
+                there = ", ".join(known[section])
+                raise ShimError(f"{path}: unknown key {key} in [{section}]; there are {there}", FAILED_PRECONDITION)
+            _check(path, known[section][key], value)
+            setattr(config, known[section][key].attribute, value)
     return config
+
+
+def _check(path: str, setting: Setting, value: Any) -> None:
+    where = f"{path}: [{setting.section}] {setting.key} = {value!r}"
+    if not isinstance(value, setting.kind) or isinstance(value, bool):
+        expected = {str: "a text", int: "a whole number", dict: "a table"}[setting.kind]
+        raise ShimError(f"{where}; it must be {expected}", FAILED_PRECONDITION)
+    if isinstance(value, int) and value < 0:
+        raise ShimError(f"{where}; it cannot be negative", FAILED_PRECONDITION)
+    if setting.choices and value not in setting.choices:
+        raise ShimError(f"{where}; it can be {' or '.join(setting.choices)}", FAILED_PRECONDITION)
 
 
 def _parse(path: str, data: bytes) -> dict[str, Any]:
@@ -94,6 +173,43 @@ def _parse(path: str, data: bytes) -> dict[str, Any]:
         raise ShimError(f"{path}: {error}", FAILED_PRECONDITION) from error
 
 
+def document() -> str:
+    """The text of docs/config.md."""
+    import textwrap
+
+    lines = [
+        "# Configuration of a node",
+        "",
+        f"fermata reads `{PATH}` when a container starts. Every key has a default, so no file is needed. A",
+        "key or a value that makes no sense is refused by name, and the container with it.",
+    ]
+    section = ""
+    for setting in SETTINGS:
+        if setting.section != section:
+            section = setting.section
+            lines += ["", f"## [{section}]"]
+        kind = {str: "text", int: "whole number", dict: "table"}[setting.kind]
+        default = {None: "none", "": '""'}.get(setting.default, f"`{setting.default}`") if kind != "table" else "empty"
+        values = f" ({' or '.join(f'`{choice}`' for choice in setting.choices)})" if setting.choices else ""
+        lines += ["", f"`{setting.key}`: {kind}{values}, default {default}  "]
+        lines += textwrap.wrap(setting.meaning, 116, break_long_words=False, break_on_hyphens=False)
+    lines += [
+        "",
+        "## An example",
+        "",
+        "    [criu]",
+        "    ghost_limit = 4294967296",
+        "",
+        "    [criu.options]",
+        '    network-lock = "iptables"',
+        "",
+        "    [layer]",
+        '    compression = "zstd"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def executable(name: str) -> str | None:
     """The path of a program by name or path, or None."""
     if "/" in name:
@@ -102,3 +218,7 @@ def executable(name: str) -> str | None:
         if folder and os.access(f"{folder}/{name}", os.X_OK):
             return f"{folder}/{name}"
     return None
+
+
+if __name__ == "__main__":
+    print(document(), end="")
