@@ -62,9 +62,9 @@ SETTINGS = (
         "options",
         "criu_options",
         {},
-        "A table of CRIU's own options by their long names, which win over fermata's: `true` sets an option, `false` "
-        "its `no-` form, a number or text is its value, a list gives it once for each element. An option that the installed "
-        "CRIU does not have is refused by name. A container's own `org.criu.config` wins over these.",
+        "A table of CRIU's own options by their long names, which win over fermata's: `true` sets an option, "
+        "`false` its `no-` form, a number or text is its value, a list gives it once for each element. An option that the "
+        "installed CRIU does not have is refused by name. A container's own `org.criu.config` wins over these.",
     ),
     Setting(
         "layer",

@@ -38,6 +38,8 @@ class Container:
         self.root = bundle.root
         self.rootfs = rootfs
         self.layer = bundle.annotations.get(bundles.LAYER, "carry")
+        self.check = bundle.annotations.get(bundles.CHECK, "refuse")
+        self.original = bundle.original  # config.json as the client made it
         self.criu_config: str | None = None  # the container's own CRIU configuration, merged over ours
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
@@ -72,6 +74,10 @@ class SnapshotShim(RuncShim):
         The stock shim only records a checkpoint here; `runc restore` runs at Start.
         """
         request = task.CreateTaskRequest.decode(call.request.payload)
+        if request.id in self._containers:
+            return self.forward(
+                call
+            )  # the stock shim refuses it; what stands for the container that is there must stay
         bundle = bundles.Bundle(request.bundle)
         bundle.check_annotations()
         state = State(self._namespace, request.id)
@@ -125,11 +131,12 @@ class SnapshotShim(RuncShim):
         from shim import restore
 
         container.restore_source = source
-        manifest = restore.check(source, bundle.spec, self.config)
+        explicit = bool(request.checkpoint or options.criu_image_path)
+        manifest = restore.check(source, container, bundle.spec, self.config, self.log)
         container.restore_gpu = manifest.data.get("gpu")
         container.restore_logs = container.state.new_log_dir("restore")
         restore.write_criu_config(container, self.config)
-        container.applied = restore.apply_layer(manifest, source, container, explicit=bool(request.checkpoint))
+        container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
         self.log(
             "info",
             "restoring",
@@ -240,7 +247,8 @@ class SnapshotShim(RuncShim):
             )
         try:
             gpu = self._gpu(call, container)
-            take = Take(container, request.path or options.image_path, options, self.config, self.log, gpu=gpu)
+            # containerd 1.7 hands over an empty directory of its own, which it packs, unless the runtime is named runc.
+            take = Take(container, options.image_path or request.path, options, self.config, self.log, gpu=gpu)
             return take.run(lambda payload: gpu.dump(lambda: self.forward(call, payload), exits=options.exit))
         finally:
             container.take.release()
