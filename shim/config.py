@@ -63,8 +63,26 @@ SETTINGS = (
         "criu_options",
         {},
         "A table of CRIU's own options by their long names, which win over fermata's: `true` sets an option, "
-        "`false` its `no-` form, a number or text is its value, a list gives it once for each element. An option that the "
-        "installed CRIU does not have is refused by name. A container's own `org.criu.config` wins over these.",
+        "`false` its `no-` form, a number or text is its value, a list gives it once for each element. An option that "
+        "the installed CRIU does not have is refused by name. A container's own `org.criu.config` wins over these.",
+    ),
+    Setting(
+        "network",
+        "old_address",
+        "network_old_address",
+        "bind",
+        "What a restore does with a socket that is bound to an IP address which the new network namespace lacks, such "
+        "as the old pod's: `bind` it all the same, or `refuse` the restore.",
+        choices=("bind", "refuse"),
+    ),
+    Setting(
+        "network",
+        "outside",
+        "network_outside",
+        "reset",
+        "What a restore does with a TCP connection whose other end is outside the container's network namespace: "
+        "`reset` it, so that the program sees an error at once, or `keep` it, for an address that moved along.",
+        choices=("reset", "keep"),
     ),
     Setting(
         "layer",
@@ -110,6 +128,8 @@ class Config:
     criu: str
     ghost_limit: int
     criu_options: dict[str, Any]
+    network_old_address: str
+    network_outside: str
     layer_limit: int
     layer_compression: str
     gpu_libcuda: str | None

@@ -17,8 +17,8 @@ What CRIU makes, by `network-lock` method (criu/net.c and criu/netfilter.c of CR
 Rules are recognised by all of their content, not by a name: a user's chain or table of the same name stays.
 
 A rule is no leftover while its CRIU works. A dump or restore of fermata's holds a lock on its namespace, a file named
-after the namespace's inode under LOCKS. The holders share it and whoever sweeps wants it alone, so the last one to
-leave a namespace sweeps it. The kernel lets go of the lock of a holder that dies. A CRIU which somebody else started
+after the namespace's inode under `netns.LOCKS`. The holders share it and whoever sweeps wants it alone, so the last one
+to leave a namespace sweeps it. The kernel lets go of the lock of a holder that dies. A CRIU which somebody else started
 (and one of fermata's that outlived its shim) shows in /proc: CRIU traces every task of the tree before it locks the
 network, and until after it has unlocked it; and a task under restore is CRIU's child and bears CRIU's name.
 """
@@ -34,12 +34,12 @@ from shim.errors import FAILED_PRECONDITION, ShimError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Any
 
     from shim.nftables import Deletion, Nftables, Rule
 
-LOCKS = "/run/fermata/netns-locks"
 OWN = "/proc/thread-self/ns/net"
 MARK = 0xC114
 """SOCCR_MARK (soccr/soccr.h): the mark that CRIU's own packets carry."""
@@ -68,28 +68,39 @@ class Use:
 
     Taking it sweeps the namespace first, and `release` sweeps it again, each unless another dump or restore is under
     way there. `found` is what the first sweep did, `left` what the second did. Hold it for no longer than CRIU runs.
-    Never waits for more than another's sweep. Raises ShimError.
+    Never waits for more than another's sweep. Raises ShimError if there is no such namespace; a sweep that fails is
+    told in `kept`, since a dump or restore may succeed all the same.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path
         self.left = Flushed()
         self._lock: _Lock | None = _Lock(path)
+        self.found = self._lock.try_sweep()
+        self._lock.share()
+
+    def open_up(self) -> None:
+        """Let sockets with foreign addresses be restored here (`sockets.open_up`) until the last has left.
+
+        Raises ShimError.
+        """
+        from shim import sockets
+
+        lock = self._lock
+        assert lock is not None, "released"
         try:
-            self.found = self._lock.sweep()
-            self._lock.share()
-        except BaseException:
-            self._lock.close()
-            raise
+            lock.inside(lambda: sockets.open_up(lock.write_note))
+        except OSError as cause:
+            raise ShimError(
+                f"{lock.where} could not be prepared for a restore: {cause}", FAILED_PRECONDITION
+            ) from cause
 
     def release(self) -> Flushed:
         """End it. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            try:
-                self.left = lock.sweep()
-            finally:
-                lock.close()
+            self.left = lock.try_sweep()
+            lock.close()
         return self.left
 
     def __enter__(self) -> Use:
@@ -115,22 +126,25 @@ def flush(path: str | None = None, *, dry_run: bool = False) -> Flushed:
 
 
 class _Lock:
-    """The lock file of one network namespace."""
+    """The lock file of one network namespace.
+
+    Its content is a note of what `Use.open_up` changed, which whoever holds the lock alone undoes: the last one to
+    leave, or the first one after a crash.
+    """
 
     def __init__(self, path: str | None) -> None:
         self._path = path
+        self.where = f"The network namespace {path}" if path else "This network namespace"
         try:
             self._inode = os.stat(path or OWN).st_ino
-            os.makedirs(LOCKS, 0o700, exist_ok=True)
-            self._file = f"{LOCKS}/{self._inode}"
+            os.makedirs(netns.LOCKS, 0o700, exist_ok=True)
+            self._file = f"{netns.LOCKS}/{self._inode}"
             self._open()
         except OSError as cause:
-            raise ShimError(
-                f"The network namespace {path or 'of this process'} cannot be used: {cause}", FAILED_PRECONDITION
-            ) from cause
+            raise ShimError(f"{self.where} cannot be used: {cause}", FAILED_PRECONDITION) from cause
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def _is_current(self) -> bool:
         """Whether the name still leads to the locked file; its last holder may have unlinked it meanwhile."""
@@ -151,28 +165,54 @@ class _Lock:
             self._open()
 
     def share(self) -> None:
+        """Hold the lock together with others."""
         self._take(fcntl.LOCK_SH)
 
+    def write_note(self, text: str) -> None:
+        """Add to the note."""
+        os.write(self._descriptor, f"{text} ".encode())
+
+    def inside(self, work: Callable[[], None]) -> None:
+        """Run `work` in the namespace. Raises what it raises, and OSError."""
+        if self._path is None:
+            work()
+        else:
+            netns.inside(self._path, work)
+
+    def try_sweep(self) -> Flushed:
+        """`sweep`, with a failure among what was kept."""
+        try:
+            return self.sweep()
+        except ShimError as failure:
+            flushed = Flushed()
+            flushed.kept.append(str(failure))
+            return flushed
+
     def sweep(self, dry_run: bool = False) -> Flushed:
+        """Remove what nobody at work needs any more. Raises ShimError."""
+        from shim import sockets
+
         flushed = Flushed()
         alone = self._take(fcntl.LOCK_EX | fcntl.LOCK_NB)
-        where = self._path or "this network namespace"
+        note = os.pread(self._descriptor, 1 << 16, 0).decode() if alone and not dry_run else ""
 
         def work() -> None:
-            _sweep(flushed, self._inode, where, alone, dry_run)
+            if note:
+                sockets.close_down(note)
+            _sweep(flushed, self._inode, self.where, alone, dry_run)
 
         try:
-            if self._path is None:
-                work()
-            else:
-                netns.inside(self._path, work)
+            self.inside(work)
+            if note:
+                os.ftruncate(self._descriptor, 0)
         except OSError as cause:
-            raise ShimError(f"CRIU's lock rules in {where} cannot be removed: {cause}", FAILED_PRECONDITION) from cause
+            raise ShimError(f"{self.where} cannot be cleared of CRIU's rules: {cause}", FAILED_PRECONDITION) from cause
         return flushed
 
     def close(self) -> None:
+        """Let go. The last one removes the file."""
         try:
-            if self._take(fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if self._take(fcntl.LOCK_EX | fcntl.LOCK_NB) and os.fstat(self._descriptor).st_size == 0:
                 os.unlink(self._file)
         finally:
             os.close(self._descriptor)
@@ -194,7 +234,7 @@ def _sweep(flushed: Flushed, inode: int, where: str, alone: bool, dry_run: bool)
         except nftables.Changed:  # somebody else changed rules since we looked
             continue
     else:
-        raise ShimError(f"The packet filter rules in {where} change too fast; try again", FAILED_PRECONDITION)
+        raise ShimError(f"{where} has packet filter rules that change too fast; try again", FAILED_PRECONDITION)
     phrases = [phrase for phrase, _ in leftovers]
     if reason is None:
         flushed.removed += phrases

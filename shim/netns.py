@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 DIRECTORY = "/run/netns"
+LOCKS = "/run/fermata/.netns-locks"
+"""A file for each network namespace in which a dump or restore is under way, named after its inode (see lockrules).
+
+No containerd namespace can be called that, so it does not meet the state directories beside it.
+"""
 PREFIX = "fermata-"
 SEPARATOR = "+"
 ANNOTATION = "fermata/netns"
@@ -144,8 +149,11 @@ def remove(path: str) -> None:
     if name == path or not _is_ours(name):
         raise ShimError(f"{path} is not a network namespace of fermata's; it is left alone", FAILED_PRECONDITION)
     try:
+        status = os.stat(path)
         _unmount(path)
         os.unlink(path)
+        if status.st_dev == os.stat("/proc/thread-self/ns/net").st_dev:  # else it is a name without a namespace
+            os.unlink(f"{LOCKS}/{status.st_ino}")  # left by a killed shim; another namespace may get the same inode
     except FileNotFoundError:
         return
     except OSError as cause:

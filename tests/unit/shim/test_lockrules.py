@@ -372,9 +372,9 @@ time.sleep(60)
 def test_no_lock_file_is_left(space):
     inode = str(os.stat(space).st_ino)
     with lockrules.Use(space), lockrules.Use(space):
-        assert inode in os.listdir(lockrules.LOCKS)
+        assert inode in os.listdir(netns.LOCKS)
     lockrules.flush(space)
-    assert inode not in os.listdir(lockrules.LOCKS)
+    assert inode not in os.listdir(netns.LOCKS)
 
 
 def criu_in(tmp_path: Path, *arguments: str) -> subprocess.Popen:

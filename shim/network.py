@@ -1,0 +1,100 @@
+"""A container's network namespace around one dump or restore: swept of lock rules, and its sockets settled."""
+
+from __future__ import annotations
+
+from shim import lockrules, netns
+from shim.errors import ShimError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+    from typing import Any
+
+    from shim.config import Config
+
+
+def path_of(spec: dict[str, Any], bundle: str) -> str | None:
+    """The path of a container's network namespace; None for the host's.
+
+    One that runc makes has no path but through the container's first process, whose pid the stock shim keeps in the
+    bundle. Before the container's start, or its restore, there is no such namespace yet, and it is None too.
+    """
+    for entry in (spec.get("linux") or {}).get("namespaces") or ():
+        if entry.get("type") == "network":
+            path = entry.get("path")
+            return str(path) if path else _path_by_process(bundle)
+    return None
+
+
+def _path_by_process(bundle: str) -> str | None:
+    try:
+        with open(f"{bundle}/init.pid", encoding="ascii") as file:
+            return f"/proc/{int(file.read())}/ns/net"
+    except FileNotFoundError:
+        return None
+
+
+class Operation:
+    """A dump or restore. A context manager; entering and leaving it sweep the namespace (`lockrules.Use`).
+
+    `log` gets a sentence for each thing that was done. Raises ShimError on entering if the namespace is not there.
+    """
+
+    def __init__(self, path: str | None, log: Callable[[str], None]) -> None:
+        self._path = path
+        self._log = log
+
+    def __enter__(self) -> Operation:
+        self._use = lockrules.Use(self._path)
+        self._tell("before", self._use.found)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tell("after", self._use.release())
+
+    def _tell(self, when: str, flushed: lockrules.Flushed) -> None:
+        for phrase in flushed.removed:
+            self._log(f"removed {when} CRIU ran: {phrase}")
+        for phrase in flushed.kept:
+            self._log(f"kept {when} CRIU ran: {phrase}")
+
+
+class Restore(Operation):
+    """A restore, with the settings of [network] in the node's configuration."""
+
+    def __init__(self, path: str | None, config: Config, log: Callable[[str], None]) -> None:
+        super().__init__(path, log)
+        self._config = config
+
+    def __enter__(self) -> Restore:
+        super().__enter__()
+        # The host's own network is never opened up: that would be a setting of the node, felt by all of it.
+        if self._path is not None and self._config.network_old_address == "bind":
+            try:
+                self._use.open_up()
+            except BaseException:
+                self._use.release()
+                raise
+        return self
+
+    def settle(self, pid: int) -> None:
+        """After the restore: reset what connections of the container lead outside.
+
+        A connection that cannot be reset is told to the log, and is no reason to end a container that runs.
+        """
+        if self._config.network_outside != "reset":
+            return
+        from shim import sockets
+
+        # By the process, whose namespace is the right one whoever made it.
+        try:
+            inodes = sockets.of_container(pid)
+            reset = netns.inside(f"/proc/{pid}/ns/net", lambda: sockets.reset_outside(inodes))
+        except (ShimError, OSError) as failure:
+            self._log(f"connections to the outside may hang until they time out: {failure}")
+            return
+        for connection in reset:
+            self._log(f"reset the connection from {connection}")
