@@ -344,6 +344,12 @@ CAUSES: tuple[Cause, ...] = (
         "keep what the container has open and watches on ext4, xfs or tmpfs",
     ),
     Cause(
+        "mount-source-missing",
+        r"mnt-v2: Failed to open_tree (?P<path>.*): No such file or directory",
+        "the source {path} of a mount of the container is not on this node",
+        "make it, or give the new container the mount with a source that exists here",
+    ),
+    Cause(
         "mount-missing",
         r"No mapping for (?:\d+:)?(?P<path>\S+) mountpoint",
         "a mount that the dumped container had ({path}) is not in the new container's specification",
