@@ -21,9 +21,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent.parent / "pa
 
 import containers  # noqa: E402
 import moving  # noqa: E402
+import serving  # noqa: E402
 from machine import Machine  # noqa: E402
 
-GROUPS: dict[str, Any] = {"moving": moving, "containers": containers}
+GROUPS: dict[str, Any] = {"moving": moving, "containers": containers, "serving": serving}
 
 
 def machine() -> dict[str, Any]:

@@ -49,6 +49,13 @@ def manifest(path: Path) -> dict[str, Any]:
     return found
 
 
+def fresh(machine: Machine, name: str) -> Path:
+    """Where a case's snapshot goes; what an earlier, failed case left there is gone."""
+    path = machine.folder / name
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
 def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
@@ -65,7 +72,7 @@ def by_annotation(machine: Machine, kind: str, size: float, *, exits: bool) -> d
     """`ctr task checkpoint` into a directory, and a new container with the annotation."""
     base = used()
     name, new = f"{kind}-a", f"{kind}-b"
-    snapshot = machine.folder / f"snapshot-{kind}"
+    snapshot = fresh(machine, f"snapshot-{kind}")
     with container(machine, name, kind, size) as (asked, io):
         before = asked.ask("digest")
         words = ["--exit"] if exits else []
@@ -156,7 +163,7 @@ def four_through_ctr(machine: Machine) -> dict[str, Any]:
 
 def paused_by_client(machine: Machine) -> dict[str, Any]:
     """A paused container is paused after its snapshot was taken, and goes on when it is resumed."""
-    snapshot = machine.folder / "snapshot-paused"
+    snapshot = fresh(machine, "snapshot-paused")
     with container(machine, "paused", "one", 0.5) as (asked, _):
         before = asked.ask("digest")
         machine.node.ctr("task", "pause", "paused")
@@ -181,7 +188,7 @@ def park(machine: Machine) -> dict[str, Any]:
         said += [machine.node.exec(["fermata", "unpark", "parked"]).stdout for _ in range(2)]
         check(asked.ask("digest"), before)
         said.append(machine.node.exec(["fermata", "park", "parked"]).stdout)
-        snapshot = machine.folder / "snapshot-parked"
+        snapshot = fresh(machine, "snapshot-parked")
         machine.node.ctr("task", "checkpoint", "--image-path", machine.inside(snapshot), "parked", timeout=120)
         check(machine.task("parked"), "PAUSED")
         check((used() - base) // MIB, 0)
@@ -194,7 +201,7 @@ def park(machine: Machine) -> dict[str, Any]:
 
 def too_full_at_restore(machine: Machine) -> dict[str, Any]:
     """A restore without room says how much is missing and stays parked; `fermata unpark` tries again."""
-    snapshot = machine.folder / "snapshot-full"
+    snapshot = fresh(machine, "snapshot-full")
     with container(machine, "full-a", "one", 2.0) as (asked, io):
         before = asked.ask("digest")
         machine.node.ctr(
@@ -224,7 +231,7 @@ def too_full_at_restore(machine: Machine) -> dict[str, Any]:
 
 def forked_child(machine: Machine) -> dict[str, Any]:
     """Refused by name, and the container computes on."""
-    snapshot = machine.folder / "snapshot-forked"
+    snapshot = fresh(machine, "snapshot-forked")
     with container(machine, "forked", "forked", 0.5) as (asked, _):
         before = asked.ask("digest")
         done = machine.node.ctr(
@@ -239,10 +246,10 @@ def forked_child(machine: Machine) -> dict[str, Any]:
 
 def no_gpu_at_restore(machine: Machine) -> dict[str, Any]:
     """A container without a GPU is refused before anything is restored."""
-    snapshot = machine.folder / "snapshot-none"
+    snapshot = fresh(machine, "snapshot-none")
     with container(machine, "none-a", "one", 0.5) as (_, io):
         machine.node.ctr("task", "checkpoint", "--image-path", machine.inside(snapshot), "none-a", timeout=120)
-        words = machine.create_arguments(io)
+        words = machine.create_arguments(machine.inside(io))
         at = [index for index, word in enumerate(words) if word == "--device"]
         kept = [word for index, word in enumerate(words) if index not in at and index - 1 not in at]
         annotation = ["--annotation", f"fermata/restore-from={machine.inside(snapshot)}"]
@@ -257,7 +264,7 @@ def twenty_cycles(machine: Machine) -> dict[str, Any]:
     """Take, end, restore into a new container, twenty times: nothing grows."""
     rows = []
     base = used()
-    snapshot = machine.folder / "snapshot-cycle"
+    snapshot = fresh(machine, "snapshot-cycle")
     with container(machine, "cycle-0", "one", 1.0) as (asked, io):
         before = asked.ask("digest")
         try:

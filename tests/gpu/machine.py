@@ -75,7 +75,10 @@ class Machine:
 
     def _give_host_directories(self) -> None:
         self.trees = mounts()
-        pairs = [word for tree in self.trees for word in (tree, f"{HOST}{tree}")]
+        self.graft(*(word for tree in self.trees for word in (tree, f"{HOST}{tree}")))
+
+    def graft(self, *pairs: str) -> None:
+        """Bind directories of this machine into the node: source, target, source, target…"""
         subprocess.run([sys.executable, str(HERE / "graft.py"), str(self.node.pid), *pairs], check=True, timeout=30)
 
     def _import_image(self) -> None:
@@ -103,14 +106,14 @@ class Machine:
         """The same file as the node sees it."""
         return f"/srv/{path.relative_to(self.folder)}"
 
-    def create_arguments(self, io: Path) -> list[str]:
-        """What `ctr run` and `ctr container create` need for a container with a GPU."""
+    def create_arguments(self, io: str) -> list[str]:
+        """What `ctr run` needs for a container with a GPU; `io` is the folder of the node that it shares."""
         words = ["--runtime", "io.containerd.fermata.v1"]
         for device in devices():
             words += ["--device", device]
         for tree in self.trees:
             words += ["--mount", f"type=bind,src={HOST}{tree},dst={tree},options=bind:ro"]
-        words += ["--mount", f"type=bind,src={self.inside(io)},dst=/io,options=bind:rw"]
+        words += ["--mount", f"type=bind,src={io},dst=/io,options=bind:rw"]
         words += ["--mount", "type=bind,src=/srv/programs,dst=/tests,options=bind:ro"]
         environment = {
             "LD_LIBRARY_PATH": driver_folder(),
@@ -133,9 +136,13 @@ class Machine:
     def start(self, name: str, io: Path, *command: str, annotations: dict[str, str] | None = None) -> None:
         """Run a container in the background; its output goes to /tmp/log in it."""
         self.programs()
-        words = self.create_arguments(io)
+        words = self.create_arguments(self.inside(io))
         for key, value in (annotations or {}).items():
             words += ["--annotation", f"{key}={value}"]
+        self.run(name, words, list(command))
+
+    def run(self, name: str, words: list[str], command: list[str]) -> None:
+        """`ctr run` with these arguments, of a Python program or, without one, of what is restored."""
         # In the writable layer: an open file of a shared folder would have to be of the same size at the restore.
         shell = 'exec "$0" "$@" </dev/null >/tmp/log 2>&1'
         argv = ["sh", "-c", shell, sys.executable, *command] if command else []

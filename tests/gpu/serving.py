@@ -1,0 +1,197 @@
+"""A language model server: cold start against restore, until the first answer.
+
+The model has Qwen3-8B's shape with 36 layers; FERMATA_LAYERS makes it smaller for a try. Weights and snapshots are in a
+memory file system (/dev/shm) unless a case says otherwise, the page cache is warm, and Python's bytecode is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from containers import leftover, manifest, size_of
+from machine import HERE, Machine
+from moving import used
+
+LAYERS = int(os.environ.get("FERMATA_LAYERS", "36"))
+TRIALS = int(os.environ.get("FERMATA_TRIALS", "5"))
+MEMORY = Path("/dev/shm/fermata-gpu")
+SERVER = "/tests/server.py"
+
+
+class Serving:
+    """The weights, and containers that serve them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.folder = MEMORY
+        shutil.rmtree(MEMORY, ignore_errors=True)
+        (MEMORY / "io").mkdir(parents=True)
+        began = time.monotonic()
+        subprocess.run(
+            [sys.executable, str(HERE / "programs" / "server.py"), "make", str(MEMORY / "weights"), str(LAYERS)],
+            check=True,
+            timeout=300,
+            stdout=subprocess.DEVNULL,
+        )
+        self.made_s = time.monotonic() - began
+        machine.graft(str(MEMORY), "/fast")
+        self.weights = sum(path.stat().st_size for path in (MEMORY / "weights").iterdir())
+
+    def start(self, name: str, annotations: dict[str, str] | None = None) -> float:
+        """Start a container, new or restored; seconds until `ctr run` is back."""
+        machine = self.machine
+        machine.programs()
+        words = machine.create_arguments("/fast/io")
+        words += ["--mount", "type=bind,src=/fast/weights,dst=/weights,options=bind:ro"]
+        for key, value in (annotations or {}).items():
+            words += ["--annotation", f"{key}={value}"]
+        began = time.monotonic()
+        machine.run(name, words, [] if annotations else [SERVER, "serve", "/weights"])
+        return time.monotonic() - began
+
+    def answer(self, name: str) -> dict[str, Any]:
+        """Ask until there is an answer."""
+        pid = self.machine.pid(name)
+        program = str(HERE / "programs" / "first_answer.py")
+        done = subprocess.run(
+            ["nsenter", f"--target={pid}", "--net", sys.executable, "-I", "-S", program, "120"],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        if done.returncode:
+            raise AssertionError(f"no answer: {done.stderr[-500:]}; it said {self.machine.output(name)}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def steps_of_restore(self, name: str) -> dict[str, float]:
+        """The shim's own words on where a restore's time went."""
+        found = {}
+        for line in self.machine.node.log.read_text(errors="replace").splitlines():
+            if f"container={name} " in f"{line} " and ("restored" in line or "GPU state moved back" in line):
+                for key, value in re.findall(r"(\w+)=([0-9.]+)(?= |$)", line):
+                    found[key] = float(value)
+        return found
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
+    keys = [key for key, value in rows[0].items() if isinstance(value, float)]
+    return {key: round(statistics.median(row[key] for row in rows if key in row), 3) for key in keys}
+
+
+def cold(serving: Serving, trials: int) -> tuple[list[dict[str, Any]], list[int]]:
+    rows, tokens = [], []
+    for turn in range(trials):
+        name = f"cold-{turn}"
+        began = time.monotonic()
+        serving.start(name)
+        answer = serving.answer(name)
+        total = time.monotonic() - began
+        assert not tokens or answer["tokens"] == tokens, "another cold start gave other tokens"
+        tokens = answer["tokens"]
+        again = serving.answer(name)
+        rows.append(
+            {
+                "total_s": total,
+                "weights_s": answer["loaded_s"],
+                "first_answer_s": answer["seconds"],
+                "warm_answer_s": again["seconds"],
+            }
+        )
+        if turn < trials - 1:
+            serving.machine.remove(name)
+    return rows, tokens
+
+
+def take(serving: Serving, name: str, inside: str, outside: Path) -> dict[str, Any]:
+    began = time.monotonic()
+    serving.machine.node.ctr("task", "checkpoint", "--exit", "--image-path", inside, name, timeout=400)
+    total = time.monotonic() - began
+    return {
+        "total_s": total,
+        "steps": manifest(outside)["steps"],
+        "size": size_of(outside),
+        "gpu_bytes": sum(process["bytes"] for process in manifest(outside)["gpu"]["processes"]),
+    }
+
+
+def restore(serving: Serving, inside: str, tokens: list[int], trials: int, prefix: str) -> list[dict[str, Any]]:
+    rows = []
+    for turn in range(trials):
+        name = f"{prefix}-{turn}"
+        began = time.monotonic()
+        try:
+            run = serving.start(name, {"fermata/restore-from": inside})
+            asked = time.monotonic()
+            answer = serving.answer(name)
+            total = time.monotonic() - began
+        except Exception as error:
+            raise AssertionError(f"{error}; {serving.machine.log_of(name)}") from error
+        assert answer["tokens"] == tokens, f"{name} gave other tokens: {answer['tokens']} instead of {tokens}"
+        steps = serving.steps_of_restore(name)
+        rows.append(
+            {
+                "total_s": total,
+                "run_s": run,
+                "request_s": total - (asked - began),
+                "answer_s": answer["seconds"],
+                **{key: value for key, value in steps.items() if key == "seconds" or key.startswith("gpu")},
+            }
+        )
+        serving.machine.remove(name)
+    return rows
+
+
+def model_server(machine: Machine) -> dict[str, Any]:
+    """Cold starts, then a snapshot in memory and restores from it, then one on disk and restores from that."""
+    serving = Serving(machine)
+    base = used()
+    found: dict[str, Any] = {"layers": LAYERS, "weights_bytes": serving.weights, "made_s": serving.made_s}
+    try:
+        rows, tokens = cold(serving, TRIALS)
+        found["cold"] = {"trials": rows, "medians": medians(rows)}
+        found["tokens"] = tokens
+        last = f"cold-{TRIALS - 1}"
+        found["take_to_memory"] = take(serving, last, "/fast/snapshot", MEMORY / "snapshot")
+        machine.remove(last)
+        found["used_mib_between"] = leftover(machine, base)
+        rows = restore(serving, "/fast/snapshot", tokens, TRIALS, "memory")
+        found["from_memory"] = {"trials": rows, "medians": medians(rows)}
+        save(found)
+        shutil.rmtree(MEMORY / "snapshot")
+        serving.start("again")
+        serving.answer("again")
+        found["take_to_disk"] = take(serving, "again", "/srv/snapshot", machine.folder / "snapshot")
+        machine.remove("again")
+        rows = restore(serving, "/srv/snapshot", tokens, 2, "cached")
+        found["from_disk_in_page_cache"] = {"trials": rows, "medians": medians(rows)}
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        found["from_disk"] = {"trials": restore(serving, "/srv/snapshot", tokens, 1, "disk")}
+    except Exception as error:
+        found["error"] = str(error)[-3000:]
+        save(found)
+        raise
+    finally:
+        shutil.rmtree(MEMORY, ignore_errors=True)
+    return found
+
+
+def save(found: dict[str, Any]) -> None:
+    """What is measured so far, for a run that does not reach its end."""
+    folder = os.environ.get("FERMATA_PARTIAL")
+    if folder:
+        Path(folder, "model_server.partial.json").write_text(json.dumps(found, indent=1))
+
+
+CASES: dict[str, Callable[[Machine], dict[str, Any]]] = {"model_server": model_server}
