@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 RESTORE_FROM = "fermata/restore-from"
 NETNS = "fermata/netns"
 LAYER = "fermata/layer"
+CHECK = "fermata/check"
 
 CRIU_CONFIG = "org.criu.config"
 CRI_CONTAINER_TYPE = "io.kubernetes.cri.container-type"
@@ -23,6 +24,7 @@ _VALUES: dict[str, tuple[str, ...] | None] = {
     RESTORE_FROM: None,
     NETNS: ("private", "keep"),
     LAYER: ("carry", "none"),
+    CHECK: ("refuse", "warn"),
 }
 
 
@@ -40,7 +42,7 @@ class Bundle:
                 self.spec: dict[str, Any] = json.load(file)
         except (OSError, ValueError) as error:
             raise ShimError(f"cannot read {self._file}: {error}", INVALID_ARGUMENT) from error
-        self._original = json.dumps(self.spec)
+        self.original = json.dumps(self.spec)
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -79,7 +81,7 @@ class Bundle:
 
     def write(self) -> None:
         """Write config.json back, by rename, when it was changed."""
-        if json.dumps(self.spec) == self._original:
+        if json.dumps(self.spec) == self.original:
             return
         mode = os.stat(self._file).st_mode & 0o777
         fd = os.open(f"{self._file}.fermata", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)

@@ -129,6 +129,12 @@ def _unreadable(directory: str, error: OSError) -> ShimError:
     )
 
 
+def files(directory: str) -> dict[str, int]:
+    """Name and bytes of each file of a snapshot, fermata.json aside, so that a copy can be seen to be whole."""
+    found = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in os.scandir(directory)}
+    return {name: found[name] for name in sorted(found) if not name.startswith(".") and name != NAME}
+
+
 def amend(directory: str, changes: dict[str, Any]) -> None:
     """Add to a finished manifest what only a client knows; an object is merged into the one that is there.
 

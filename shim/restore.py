@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 
 from shim import manifest as manifests
 from shim.errors import FAILED_PRECONDITION, ShimError
@@ -14,35 +13,24 @@ if TYPE_CHECKING:
 
     from layerwriter import Applied
     from shim.config import Config
+    from shim.log import Log
     from shim.snapshot import Container
 
 
-def check(source: str, spec: dict[str, Any], config: Config) -> manifests.Manifest:
+def check(source: str, container: Container, spec: dict[str, Any], config: Config, log: Log) -> manifests.Manifest:
     """Read a snapshot and compare it with the new container and this node.
 
-    Raises ShimError that names everything that does not fit, at once.
+    Raises ShimError that names everything that does not fit, at once; a container annotated `fermata/check: warn` has
+    it in the log instead.
     """
-    manifest = manifests.read(source)
-    requires = manifest.data.get("requires")
-    requires = requires if isinstance(requires, dict) else {}
-    wrong = []
-    if (machine := requires.get("architecture")) and machine != platform.machine():
-        wrong.append(f"it was taken on {machine}, this node is {platform.machine()}: restore it on a node of its kind")
-    mounts = requires.get("mounts")
-    if isinstance(mounts, list):
-        wrong += manifests.missing_mounts([mount for mount in mounts if isinstance(mount, dict)], spec)
-    if manifest.layer:
-        name = str(manifest.layer["file"])
-        if "/" in name or not os.path.isfile(f"{source}/{name}"):
-            wrong.append(f"its layer {name!r} is not in the directory: copy the snapshot again, whole")
-    if not os.path.isfile(f"{source}/inventory.img"):
-        wrong.append("CRIU's images are not in the directory: copy the snapshot again, whole")
-    if manifest.data.get("gpu"):
-        from shim import gpu
+    from shim.check import findings, refuse
 
-        wrong += gpu.missing(manifest, spec, open_driver=lambda: gpu.Helper(config))
-    if wrong:
-        raise ShimError(f"snapshot {source} cannot be restored here: {'; '.join(wrong)}", FAILED_PRECONDITION)
+    manifest = manifests.read(source)
+    found = findings(source, manifest, config, spec, container.rootfs)
+    if container.check == "refuse":
+        refuse(source, found)
+    for finding in found:
+        log("warning", finding.text, container=container.state.id, snapshot=source)
     return manifest
 
 

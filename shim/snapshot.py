@@ -35,6 +35,7 @@ class Container:
     def __init__(self, state: State, bundle: bundles.Bundle, rootfs: Rootfs) -> None:
         self.state = state
         self.spec = bundle.spec
+        self.bundle = bundle.path
         self.root = bundle.root
         self.rootfs = rootfs
         self.layer = bundle.annotations.get(bundles.LAYER, "carry")
@@ -170,11 +171,15 @@ class SnapshotShim(RuncShim):
         container = self._containers.get(request.id)
         if request.exec_id or container is None or container.restore_source is None:
             return self.forward(call)
-        began = time.monotonic()
-        response = self.forward(call)
-        if response.status is not None and response.status.code:
-            from shim import restore
+        from shim import network, restore
 
+        began = time.monotonic()
+        path = network.path_of(container.spec, container.bundle)
+        with network.Restore(path, self.config, lambda note: self.log("info", note, container=request.id)) as around:
+            response = self.forward(call)
+            if response.ok:
+                around.settle(task.PidResponse.decode(response.payload).pid)
+        if response.status is not None and response.status.code:
             response.status.message = restore.explain_failure(container, response.status.message)
             self.log("error", "restore failed", container=request.id, error=response.status.message)
             return response

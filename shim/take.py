@@ -82,7 +82,7 @@ class Take:
         return response
 
     def _dump(self, dump: Callable[[bytes], Response]) -> Response:
-        from shim import criu
+        from shim import criu, network
 
         container = self.container
         logs = container.state.new_log_dir("dump")
@@ -91,7 +91,8 @@ class Take:
         self.options.image_path = ""
         self.options.work_path = logs
         request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
-        with _Hook(self.directory, self._while_held) as hook:
+        path = network.path_of(container.spec, container.bundle)
+        with network.Operation(path, self._log_network), _Hook(self.directory, self._while_held) as hook:
             criu.write_config(
                 container,
                 self.config,
@@ -120,6 +121,9 @@ class Take:
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         self._frozen = criu.frozen_seconds(logs)
         return response
+
+    def _log_network(self, note: str) -> None:
+        self.log("info", note, container=self.container.state.id)
 
     def _while_held(self) -> None:
         """What is done while CRIU holds the dumped processes: the layer, with CRIU's link-remap files still there.
@@ -243,7 +247,12 @@ class Take:
             remove_tree(f"{self.directory}/{name}")
 
     def _describe(self) -> manifests.Manifest:
+        import json
+
+        from shim import host
+
         container = self.container
+        original = json.loads(container.original)
         now = time.time()
         data: dict[str, Any] = {
             "version": {"major": manifests.MAJOR, "minor": manifests.MINOR},
@@ -254,12 +263,11 @@ class Take:
                 "image": (container.spec.get("annotations") or {}).get("io.kubernetes.cri.image-name"),
                 "left_running": not self.options.exit,
             },
-            "requires": {
-                "architecture": platform.machine(),
-                "kernel": platform.release(),
-                "criu": ".".join(map(str, self._criu.version)),
-                "mounts": manifests.describe_mounts(container.spec),
-            },
+            "node": {"name": platform.node(), "containerd": host.program_version("containerd")},
+            "requires": manifests.requirements(
+                original, container.rootfs, self.directory, ".".join(map(str, self._criu.version))
+            ),
+            "files": manifests.files(self.directory),
             "layer": None,
             "gpu": self.gpu.record,
             "steps": {name: round(seconds, 6) for name, seconds in self.steps.items()},
@@ -277,6 +285,7 @@ class Take:
             }
         data["frozen"] = self._frozen
         data["steps"]["total"] = round(time.monotonic() - self._began, 6)
+        data["spec"] = original
         return manifests.Manifest(data)
 
 
@@ -307,21 +316,32 @@ class _Hook:
 
     def _serve(self) -> None:
         try:
-            fd, _ = self._sock._accept()  # type: ignore[attr-defined]
-            connection = _socket.socket(fileno=fd)
-            try:
-                if connection.recv(64):
-                    self.ran = True
-                    self._work()
-                    connection.sendall(b"ok\n")
-            finally:
-                connection.close()
-        except Exception as error:
-            # Before `ran` it is the accept: closed from outside, since the dump ended without coming this far.
-            if self.ran:
-                self.error = error
+            while True:
+                try:
+                    fd, _ = self._sock._accept()  # type: ignore[attr-defined]
+                except OSError:  # closed from outside: the dump has ended
+                    return
+                connection = _socket.socket(fileno=fd)
+                try:
+                    if connection.recv(64):
+                        self._answer(connection)
+                except OSError:  # the script was killed, and CRIU with it
+                    pass
+                finally:
+                    connection.close()
         finally:
             self._done.release()
+
+    def _answer(self, connection: _socket.socket) -> None:
+        """Do the work, once: CRIU 4.1 reads its configuration file twice and runs the script twice."""
+        if not self.ran:
+            self.ran = True
+            try:
+                self._work()
+            except Exception as error:
+                self.error = error
+        if self.error is None:
+            connection.sendall(b"ok\n")
 
     def __exit__(self, *_: object) -> None:
         try:
