@@ -79,8 +79,8 @@ class Use:
         self.found = self._lock.try_sweep()
         self._lock.share()
 
-    def open_up(self) -> None:
-        """Let sockets with foreign addresses be restored here (`sockets.open_up`) until the last has left.
+    def open_up(self, addresses: set[bytes]) -> None:
+        """Let sockets with these addresses be restored here (`sockets.open_up`) until the last has left.
 
         Raises ShimError.
         """
@@ -89,7 +89,7 @@ class Use:
         lock = self._lock
         assert lock is not None, "released"
         try:
-            lock.inside(lambda: sockets.open_up(lock.write_note))
+            lock.inside(lambda: sockets.open_up(addresses, lock.write_note))
         except OSError as cause:
             raise ShimError(
                 f"{lock.where} could not be prepared for a restore: {cause}", FAILED_PRECONDITION

@@ -63,18 +63,21 @@ class Operation:
 
 
 class Restore(Operation):
-    """A restore, with the settings of [network] in the node's configuration."""
+    """A restore from a snapshot directory, with the settings of [network] in the node's configuration."""
 
-    def __init__(self, path: str | None, config: Config, log: Callable[[str], None]) -> None:
+    def __init__(self, path: str | None, snapshot: str, config: Config, log: Callable[[str], None]) -> None:
         super().__init__(path, log)
+        self._snapshot = snapshot
         self._config = config
 
     def __enter__(self) -> Restore:
         super().__enter__()
-        # The host's own network is never opened up: that would be a setting of the node, felt by all of it.
+        # The host's own network is never opened up: that would be a change to the node, felt by all of it.
         if self._path is not None and self._config.network_old_address == "bind":
+            from shim import sockets
+
             try:
-                self._use.open_up()
+                self._use.open_up(sockets.addresses_in(self._snapshot))
             except BaseException:
                 self._use.release()
                 raise

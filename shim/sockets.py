@@ -4,12 +4,13 @@ Everything here acts on the calling thread's network namespace.
 
 CRIU makes each socket again with the addresses that it had: it binds to the local one and, for a connection, connects
 to the other one in repair mode, in which no packet goes out. Bind refuses an address that is not there, and connect one
-that no route leads to. So `open_up` lets both through for as long as a restore takes: it sets ip_nonlocal_bind, and
-adds a default route through loopback where there is none, over which a packet gets nowhere.
+that no route leads to. So `open_up` lets both through for as long as a restore takes: it gives loopback the addresses
+that are missing, and a default route, over which a packet gets nowhere, where there is none. (The sysctl
+ip_nonlocal_bind would do for bind, but the route of a connection needs its source address to be there.)
 
 A connection to a peer outside was restored without its peer: data would vanish until a timeout after many minutes. So
-`reset_outside` aborts it, as `ss --kill` does (CONFIG_INET_DIAG_DESTROY), and a program sees ECONNABORTED at its next
-use of the socket, which every program that talks over a network handles.
+`reset_outside` aborts it, as `ss --kill` does (CONFIG_INET_DIAG_DESTROY). A program sees that at its next use of the
+socket, ECONNABORTED or for a write EPIPE, which every program that talks over a network handles.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NONLOCAL_BIND = ("/proc/sys/net/ipv4/ip_nonlocal_bind", "/proc/sys/net/ipv6/ip_nonlocal_bind")
 AF_INET, AF_INET6 = 2, 10
 LOOPBACK_INDEX = 1  # the kernel gives it to every namespace's `lo`
 NETLINK_ROUTE, NETLINK_SOCK_DIAG = 0, 4
 NLM_F_REQUEST, NLM_F_ACK, NLM_F_DUMP, NLM_F_CREATE, NLM_F_EXCL = 0x1, 0x4, 0x300, 0x400, 0x200
 NLMSG_ERROR, NLMSG_DONE = 2, 3
 # linux/rtnetlink.h
-RTM_GETADDR, RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 22, 24, 25, 26
-IFA_ADDRESS, IFA_LOCAL, RTA_DST, RTA_OIF, RTA_PRIORITY = 1, 2, 1, 4, 6
+RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR, RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 20, 21, 22, 24, 25, 26
+IFA_F_NODAD, RT_SCOPE_HOST = 0x2, 254
+IFA_ADDRESS, IFA_LOCAL, RTA_OIF, RTA_PRIORITY = 1, 2, 4, 6
 RT_TABLE_MAIN, RTPROT_STATIC, RT_SCOPE_UNIVERSE, RTN_UNICAST = 254, 4, 0, 1
 LAST_PRIORITY = 0xFFFFFFFF
 # linux/sock_diag.h, linux/inet_diag.h
@@ -67,35 +68,46 @@ class Connection:
         return f"{local} port {self.local_port} to {peer} port {self.peer_port}"
 
 
-def open_up(keep: Callable[[str], None]) -> None:
-    """Let sockets with foreign addresses be restored. `keep` gets what `close_down` needs, before anything changes."""
-    settings = [path for path in NONLOCAL_BIND if _read(path) == "0"]
-    families = [family for family in (AF_INET, AF_INET6) if not _has_default_route(family)]
-    keep(" ".join([*settings, *map(str, families)]))
-    for path in settings:
-        _write(path, "1")
-    for family in families:
-        try:
-            _change_default_route(family, RTM_NEWROUTE, NLM_F_CREATE | NLM_F_EXCL)
-        except OSError as cause:
-            if cause.errno == errno.EEXIST:  # another restore in this namespace was faster
-                continue
-            if family == AF_INET6 and cause.errno in (errno.EOPNOTSUPP, errno.EACCES, errno.EINVAL):
-                continue  # IPv6 is off in this namespace, so no socket there has an address of it
-            raise
+def addresses_in(snapshot: str) -> set[bytes]:
+    """The IP addresses that the sockets of a snapshot are bound to, but for loopback's and the wildcards.
+
+    4 or 16 bytes each. Raises ShimError if the images cannot be read.
+    """
+    from shim import images
+
+    found = set()
+    for entry in images.entries(f"{snapshot}/files.img", images.FileEntry):
+        if entry.isk is not None and entry.isk.family in (AF_INET, AF_INET6):
+            address = _plain(_socket.inet_pton(entry.isk.family, entry.isk.address(11)))
+            if any(address[:-1]) and not _is_loopback(address):
+                found.add(address)
+    return found
+
+
+def open_up(addresses: set[bytes], keep: Callable[[str], None]) -> None:
+    """Let sockets that are bound to these addresses be restored, and connections from them.
+
+    `keep` gets what `close_down` needs, before anything changes. Raises OSError.
+    """
+    missing = sorted(addresses - _local_addresses())
+    families = [family for family in (AF_INET, AF_INET6) if any(_family(address) == family for address in addresses)]
+    routes = [family for family in families if not _has_default_route(family)]
+    if not missing and not routes:
+        return
+    keep(" ".join([*(address.hex() for address in missing), *map(str, routes)]))
+    for address in missing:
+        _change(RTM_NEWADDR, NLM_F_CREATE | NLM_F_EXCL, _loopback_address(address), errno.EEXIST)
+    for family in routes:
+        _change(RTM_NEWROUTE, NLM_F_CREATE | NLM_F_EXCL, _default_route(family), errno.EEXIST)
 
 
 def close_down(record: str) -> None:
-    """Undo `open_up`. What is undone already is no error."""
+    """Undo `open_up`. What is undone already is no error. Sockets stay bound. Raises OSError."""
     for word in record.split():
-        if word in NONLOCAL_BIND:
-            _write(word, "0")
-        elif word.isdigit():
-            try:
-                _change_default_route(int(word), RTM_DELROUTE, 0)
-            except OSError as cause:
-                if cause.errno not in (errno.ESRCH, errno.EOPNOTSUPP, errno.EACCES, errno.EINVAL):
-                    raise
+        if word in (str(AF_INET), str(AF_INET6)):
+            _change(RTM_DELROUTE, 0, _default_route(int(word)), errno.ESRCH)
+        else:
+            _change(RTM_DELADDR, 0, _loopback_address(bytes.fromhex(word)), errno.EADDRNOTAVAIL)
 
 
 def reset_outside(inodes: set[int]) -> list[str]:
@@ -171,10 +183,21 @@ def _group(pid: str) -> str | None:
 
 
 def _is_here(address: bytes, here: set[bytes]) -> bool:
-    mapped = bytes(10) + b"\xff\xff"
-    if len(address) == 16 and address.startswith(mapped):  # an IPv4 connection of an IPv6 socket
-        address = address[12:]
-    return address in here or (len(address) == 4 and address[0] == 127)
+    address = _plain(address)
+    return address in here or _is_loopback(address)
+
+
+def _plain(address: bytes) -> bytes:
+    """An IPv4 address that an IPv6 socket has, as the IPv4 address that it is."""
+    return address[12:] if address.startswith(bytes(10) + b"\xff\xff") and len(address) == 16 else address
+
+
+def _is_loopback(address: bytes) -> bool:
+    return address[0] == 127 if len(address) == 4 else address == bytes(15) + b"\1"
+
+
+def _family(address: bytes) -> int:
+    return AF_INET if len(address) == 4 else AF_INET6
 
 
 def _local_addresses() -> set[bytes]:
@@ -195,12 +218,29 @@ def _has_default_route(family: int) -> bool:
     return False
 
 
-def _change_default_route(family: int, kind: int, flags: int) -> None:
+def _change(kind: int, flags: int, body: bytes, done: int) -> None:
+    """Change an address or a route; the error `done` says that it is so already."""
+    try:
+        for _ in _ask(NETLINK_ROUTE, kind, flags | NLM_F_ACK, body):
+            pass
+    except OSError as cause:
+        if cause.errno != done:
+            raise
+
+
+def _loopback_address(address: bytes) -> bytes:
+    # struct ifaddrmsg: family, prefix length, flags, scope, interface. A duplicate address check would take a second.
+    body = struct.pack("=BBBBI", _family(address), 8 * len(address), IFA_F_NODAD, RT_SCOPE_HOST, LOOPBACK_INDEX)
+    for attribute in (IFA_LOCAL, IFA_ADDRESS):
+        body += struct.pack("=HH", 4 + len(address), attribute) + address
+    return body
+
+
+def _default_route(family: int) -> bytes:
     body = _rtmsg(family)
     for attribute, value in ((RTA_OIF, LOOPBACK_INDEX), (RTA_PRIORITY, LAST_PRIORITY)):
         body += struct.pack("=HHI", 8, attribute, value)
-    for _ in _ask(NETLINK_ROUTE, kind, flags | NLM_F_ACK, body):
-        pass
+    return body
 
 
 def _rtmsg(family: int) -> bytes:
@@ -242,19 +282,3 @@ def _attributes(data: bytes) -> dict[int, bytes]:
         found[kind] = data[offset + 4 : offset + length]
         offset += length + 3 & ~3
     return found
-
-
-def _read(path: str) -> str | None:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read().strip()
-    except FileNotFoundError:  # a kernel without IPv6
-        return None
-
-
-def _write(path: str, value: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, value.encode())
-    finally:
-        os.close(descriptor)
