@@ -35,6 +35,12 @@ class Manifest:
         layer = self.data.get("layer")
         return layer if isinstance(layer, dict) and layer.get("file") else None
 
+    @property
+    def steps(self) -> dict[str, float]:
+        """Seconds that each step of the take took, and `total`."""
+        steps = self.data.get("steps")
+        return {k: v for k, v in steps.items() if isinstance(v, (int, float))} if isinstance(steps, dict) else {}
+
     def stage(self, directory: str) -> None:
         """Bring everything of the snapshot to disk, and this description beside it under a temporary name.
 
@@ -208,7 +214,10 @@ def describe_mounts(spec: dict[str, Any]) -> list[dict[str, Any]]:
     for mount in spec.get("mounts") or []:
         options = mount.get("options") or []
         bind = "bind" in options or "rbind" in options
-        entry = {"destination": str(mount.get("destination")), "type": "bind" if bind else str(mount.get("type") or "")}
+        entry: dict[str, Any] = {
+            "destination": str(mount.get("destination")),
+            "type": "bind" if bind else str(mount.get("type") or ""),
+        }
         if bind:
             entry["source"] = str(mount.get("source"))
             if os.path.exists(entry["source"]):
