@@ -238,10 +238,15 @@ def _share_directory() -> None:
         os.close(directory)
 
 
+def detach(path: str) -> None:
+    """Unmount what is mounted last at `path`, at once, whoever uses it. Raises OSError."""
+    _call("umount2", os.fsencode(path), MNT_DETACH | UMOUNT_NOFOLLOW)
+
+
 def _unmount(path: str) -> None:
     while True:  # a name mounted over twice has to be unmounted twice before it can be unlinked
         try:
-            _call("umount2", os.fsencode(path), MNT_DETACH | UMOUNT_NOFOLLOW)
+            detach(path)
         except OSError as cause:
             if cause.errno == errno.EINVAL:  # not a mount point: half made, or done
                 return
