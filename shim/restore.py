@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from shim import manifest as manifests
 from shim.errors import FAILED_PRECONDITION, ShimError
@@ -15,6 +16,44 @@ if TYPE_CHECKING:
     from shim.config import Config
     from shim.log import Log
     from shim.snapshot import Container
+
+
+KEPT = "restore.json"
+"""Beside a restore's logs: which snapshot, into which container, when, and the seconds of each step."""
+
+
+class Timeline:
+    """When a restore began and how long each of its steps took."""
+
+    def __init__(self) -> None:
+        self.began = time.time()
+        self.steps: dict[str, float] = {}
+        self.resume()
+
+    def resume(self) -> None:
+        """Go on measuring after a pause that is not ours, such as between the client's Create and Start."""
+        self._since = time.monotonic()
+
+    def step(self, name: str) -> None:
+        """What was done since the last step, or since `resume`, was this."""
+        now = time.monotonic()
+        self.steps[name] = round(now - self._since, 6)
+        self._since = now
+
+    def keep(self, container: Container, source: str, taken: object) -> None:
+        """Write it beside the restore's logs. Raises OSError."""
+        import json
+
+        data = {
+            "snapshot": source,
+            "taken": taken,
+            "container": container.state.id,
+            "namespace": container.state.namespace,
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
+            "steps": self.steps,
+        }
+        with open(f"{container.restore_logs}/{KEPT}", "w", encoding="utf-8") as file:
+            json.dump(data, file)
 
 
 def check(source: str, container: Container, spec: dict[str, Any], config: Config, log: Log) -> manifests.Manifest:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shim.config import Config
     from shim.log import Log
     from shim.parking import Gpu
+    from shim.restore import Timeline
 
 CRIU_CONF = "criu.conf"
 
@@ -45,6 +46,8 @@ class Container:
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
         self.restore_source: str | None = None
+        self.timeline: Timeline | None = None  # of the restore
+        self.taken: object = None  # when the restored snapshot was taken
         self.restore_logs: str | None = None
         self.service = task.SERVICES[-1]  # as containerd names the task API, which depends on its version
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
@@ -132,12 +135,16 @@ class SnapshotShim(RuncShim):
         from shim import restore
 
         container.restore_source = source
+        container.timeline = timeline = restore.Timeline()
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle.spec, self.config, self.log)
+        timeline.step("check")
         container.restore_gpu = manifest.data.get("gpu")
+        container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
         restore.write_criu_config(container, self.config)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
+        timeline.step("layer")
         self.log(
             "info",
             "restoring",
@@ -174,8 +181,15 @@ class SnapshotShim(RuncShim):
         from shim import network, restore
 
         began = time.monotonic()
+        timeline = container.timeline
+        assert timeline is not None
+        timeline.resume()
         path = network.path_of(container.spec, container.bundle)
-        with network.Restore(path, self.config, lambda note: self.log("info", note, container=request.id)) as around:
+
+        def note(text: str) -> None:
+            self.log("info", text, container=request.id)
+
+        with network.Restore(path, container.restore_source, self.config, note) as around:
             response = self.forward(call)
             if response.ok:
                 around.settle(task.PidResponse.decode(response.payload).pid)
@@ -184,13 +198,19 @@ class SnapshotShim(RuncShim):
             self.log("error", "restore failed", container=request.id, error=response.status.message)
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
-        container.restore_source = None
+        timeline.step("criu")
+        source, container.restore_source = container.restore_source, None
         applied, container.applied = container.applied, None
         if applied is not None:
             applied.commit()
         record, container.restore_gpu = container.restore_gpu, None
         if record and record.get("processes"):
             self._gpu(call, container).after_restore(record)
+            timeline.step("gpu")
+        try:
+            timeline.keep(container, source, container.taken)
+        except OSError as error:  # a full disk is no reason to call a container that runs a failure
+            self.log("warning", "the times of the restore cannot be kept", container=request.id, error=error)
         return response
 
     # GPU state ---------------------------------------------------------------------------------------------------
