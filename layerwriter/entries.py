@@ -61,6 +61,9 @@ class Entries:
     for a merged tree, where all attributes are the container's.
     """
 
+    quick = True
+    """Whether a file with nothing unusual may be put past _emit()."""
+
     def __init__(self, sink: Sink, prefix: bytes | None) -> None:
         self.sink = sink
         self.count = 0
@@ -105,7 +108,13 @@ class Entries:
             if size > _SMALL or found.st_blocks * 512 < size:
                 self._large(fd, path, found, records)
                 return
-            self._emit(path, header.REGULAR, found, records, size)
+            head = b""
+            if self.quick and not records and b".wh." not in path:
+                head = header.encode_plain(path, found)
+            if head:
+                self._put_head(head, path, size)
+            else:
+                self._emit(path, header.REGULAR, found, records, size)
             padded = size + -size % 512
             sink = self.sink
             if padded > sink.capacity - sink.used:

@@ -44,6 +44,8 @@ _PADDING_LIMIT = 1 << 20
 _MAP_LIMIT = 400_000
 """Numbers in the map of a sparse file."""
 
+_ZEROS = bytes(BLOCK)
+
 _KINDS = (REGULAR, LINK, SYMLINK, CHARACTER, BLOCK_DEVICE, DIRECTORY, FIFO)
 
 _REFUSED = (
@@ -56,7 +58,7 @@ _REFUSED = (
 )
 
 
-class Entry:
+class Entry(Block):
     """One entry of a layer.
 
     path      b"" for the root; never absolute, no `.` and no `..` in it
@@ -74,33 +76,12 @@ class Entry:
     stored    bytes of the file in the tar: all of them, or the parts of a sparse one
     """
 
-    __slots__ = (
-        "atime",
-        "device",
-        "flags",
-        "gid",
-        "kind",
-        "link",
-        "mode",
-        "mtime",
-        "path",
-        "size",
-        "sparse",
-        "stored",
-        "uid",
-        "xattrs",
-    )
+    __slots__ = ("atime", "flags", "sparse", "stored", "xattrs")
 
-    def __init__(self, block: Block) -> None:
-        self.path = block.name
-        self.kind = block.kind
-        self.mode = block.mode
-        self.uid = block.uid
-        self.gid = block.gid
-        self.size = self.stored = block.size
-        self.mtime = self.atime = block.mtime * 1_000_000_000
-        self.link = block.link
-        self.device = block.device
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(raw)
+        self.atime = self.mtime
+        self.stored = self.size
         self.xattrs: list[tuple[bytes, bytes]] = []
         self.flags = b""
         self.sparse: list[tuple[int, int]] | None = None
@@ -120,6 +101,8 @@ class Reader:
         self.count = 0
         self._data_end = 0
         self._name = b""
+        self._extended = b""
+        self._extended_size = 0
 
     def next(self) -> Entry | None:
         """The next entry, or None at the end, which was then checked. Raises LayerError that names the entry."""
@@ -147,48 +130,52 @@ class Reader:
             raw = bytes(self.source.take(BLOCK))
             if len(raw) < BLOCK:
                 raise LayerError("the file ends without the two blocks of zeros that end a tar: it was cut off")
-            if raw.count(0) == BLOCK:
+            kind = raw[156:157]
+            if kind == b"x" and not records:
+                if raw != self._extended:  # a writer's extended headers are often the same block again
+                    self._extended_size = Block(raw).size
+                    self._extended = raw
+                records = parse_records(self._body(self._extended_size, RECORDS_LIMIT))
+                if not records:
+                    raise LayerError("an extended header is empty")
+            elif kind == b"g":
+                if set(parse_records(self._body(Block(raw).size, RECORDS_LIMIT))) - {b"comment"}:
+                    raise LayerError("a global header changes entries behind it; a layer has none")
+            elif kind == b"L" and long_name is None:
+                long_name = _text(self._body(Block(raw).size, _NAME_LIMIT))
+            elif kind == b"K" and long_link is None:
+                long_link = _text(self._body(Block(raw).size, _NAME_LIMIT))
+            elif kind in (b"x", b"L", b"K"):
+                raise LayerError("two extended headers of one kind in front of one entry")
+            elif raw[0] == 0 and raw == _ZEROS:
                 if records or long_name is not None or long_link is not None:
                     raise LayerError("an extended header is not followed by an entry")
                 self._end()
                 return None
-            block = Block(raw)
-            if block.kind == b"x" and not records:
-                records = parse_records(self._body(block, RECORDS_LIMIT))
-                if not records:
-                    raise LayerError("an extended header is empty")
-            elif block.kind == b"g":
-                if set(parse_records(self._body(block, RECORDS_LIMIT))) - {b"comment"}:
-                    raise LayerError("a global header changes entries behind it; a layer has none")
-            elif block.kind == b"L" and long_name is None:
-                long_name = _text(self._body(block, _NAME_LIMIT))
-            elif block.kind == b"K" and long_link is None:
-                long_link = _text(self._body(block, _NAME_LIMIT))
-            elif block.kind in (b"x", b"L", b"K"):
-                raise LayerError("two extended headers of one kind in front of one entry")
             else:
                 break
+        entry = Entry(raw)
         if long_name is not None:
-            block.name = long_name
+            entry.path = long_name
         if long_link is not None:
-            block.link = long_link
+            entry.link = long_link
         self.count += 1
+        self._name = entry.path
         for key in (b"FERMATA.path", b"GNU.sparse.name", b"path"):
             if key in records:
                 self._name = records[key]
                 break
-        else:
-            self._name = block.name
-        return self._entry(block, records)
+        self._apply(entry, records)
+        return entry
 
-    def _body(self, block: Block, limit: int) -> bytes:
-        if block.size > limit:
-            raise LayerError(f"an extended header of {block.size} bytes: more than {limit} are not taken")
-        padded = block.size + -block.size % BLOCK
+    def _body(self, size: int, limit: int) -> bytes:
+        if not 0 <= size <= limit:
+            raise LayerError(f"an extended header of {size} bytes: more than {limit} are not taken")
+        padded = size + -size % BLOCK
         data = bytes(self.source.take(padded))
         if len(data) < padded:
             raise LayerError("the file ends in the middle of an extended header: it was cut off")
-        return data[: block.size]
+        return data[:size]
 
     def _end(self) -> None:
         """The rest of the file has to be zeros, one more block at least and not without end."""
@@ -202,12 +189,12 @@ class Reader:
         if rest < BLOCK:
             raise LayerError("the file ends after one of the two blocks of zeros that end a tar: it was cut off")
 
-    def _entry(self, block: Block, records: dict[bytes, bytes]) -> Entry:
-        entry = Entry(block)
+    def _apply(self, entry: Entry, records: dict[bytes, bytes]) -> None:
+        """Complete an entry with its pax records, and check it."""
         sparse = None
         own_path = own_link = own_kind = None
-        name = block.name
-        size = block.size
+        name = entry.path
+        size = entry.size
         atime = None
         for key, value in records.items():
             if key == b"mtime":
@@ -250,20 +237,20 @@ class Reader:
         if size < 0 or self.source.position + size > self.source.limit:
             raise LayerError(f"its {size} bytes take the layer past its limit of {self.source.limit} bytes")
         entry.size = entry.stored = size
-        if block.kind in (b"\0", b"7"):
+        if entry.kind in (b"\0", b"7"):
             entry.kind = REGULAR
-        if block.kind == b"S":
+        elif entry.kind == b"S":
             entry.kind = REGULAR
-            self._old_sparse(block, entry)
+            self._old_sparse(entry)
         elif sparse is not None:
             name = sparse.get(b"name", name)
             self._sparse(entry, sparse)
         if entry.kind == REGULAR and name.endswith(b"/") and size == 0:
             entry.kind = DIRECTORY
         if entry.kind not in _KINDS:
-            raise LayerError(f"type {block.kind!r} is not one that a layer has")
+            raise LayerError(f"type {entry.kind!r} is not one that a layer has")
         if entry.kind != REGULAR and size:
-            raise LayerError(f"type {block.kind!r} with {size} bytes of data")
+            raise LayerError(f"type {entry.kind!r} with {size} bytes of data")
         for identity, what in ((entry.uid, "owner"), (entry.gid, "group")):
             if not 0 <= identity < 0xFFFFFFFF:
                 raise LayerError(f"its {what} {identity} is out of range")
@@ -277,7 +264,6 @@ class Reader:
                 raise LayerError("a symlink's target is empty or has a zero byte in it")
         else:
             entry.link = b""
-        return entry
 
     def _place(self, entry: Entry, name: bytes, own_path: bytes | None, own_kind: bytes | None) -> None:
         """Set the entry's path, and its kind where that hangs on its name."""
@@ -344,11 +330,11 @@ class Reader:
                 raise LayerError("its sparse map is not numbers")
         return numbers[1:], used
 
-    def _old_sparse(self, block: Block, entry: Entry) -> None:
+    def _old_sparse(self, entry: Entry) -> None:
         """GNU tar's format before pax: the map in the header block and in blocks behind it."""
         numbers: list[int] = []
-        real = number(block.raw[483:495], "size")
-        chunk, more = block.raw[386:482], block.raw[482]
+        real = number(entry.raw[483:495], "size")
+        chunk, more = entry.raw[386:482], entry.raw[482]
         while True:
             for at in range(0, len(chunk), 24):
                 if chunk[at + 12 : at + 24].strip(b"\0 "):
@@ -392,6 +378,8 @@ def _clean(path: bytes, what: str) -> bytes:
     """A path without `.` and without needless slashes; b"" is the root. Raises LayerError for one that may lead out."""
     if b"\0" in path:
         raise LayerError(f"{what} has a zero byte in it")
+    if b"/." not in path and b"//" not in path and path[:1] not in (b"/", b".", b""):
+        return path[:-1] if path[-1] == 0x2F else path
     if path.startswith(b"/"):
         raise LayerError(f"{what} is absolute")
     if not path:
