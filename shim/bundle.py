@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+from shim import specedits
 from shim.errors import INVALID_ARGUMENT, ShimError
 
 TYPE_CHECKING = False
@@ -25,6 +26,7 @@ _VALUES: dict[str, tuple[str, ...] | None] = {
     NETNS: ("private", "keep"),
     LAYER: ("carry", "none"),
     CHECK: ("refuse", "warn"),
+    **specedits.VALUES,
 }
 
 

@@ -11,6 +11,9 @@ from shim.state import State
 DAEMON = "daemon"
 """File of the state directory: the paths of our socket and of the stock shim's."""
 
+HOOK_RECORD = "hook"
+"""File of the state directory: the path of the socket that a take waits at for CRIU's action script."""
+
 
 def record(socket: str, stock: str) -> str:
     """The content of the file DAEMON."""
@@ -47,12 +50,12 @@ def listener(path: str) -> int | None:
     return None
 
 
-def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
+def end_orphaned_stock_shim(namespace: str, container_id: str, containerd: str) -> None:
     """Kill the stock shim when our daemon, the only one who could reach it, has died.
 
     From then on all is as if the stock shim itself had died, which containerd and the stock shim's `delete` know how
     to clean up. In a pod the daemon's death takes the reach to all its containers; containerd calls `delete` for each
-    of them.
+    of them. `containerd` is the path of containerd's socket.
     """
     recorded = State(namespace, container_id).read(DAEMON)
     if recorded is None:
@@ -63,12 +66,25 @@ def end_orphaned_stock_shim(namespace: str, container_id: str) -> None:
     pid = listener(stock)
     if pid is not None:
         _kill(pid, stock)
-    for path in (socket, stock):
+    for path in (socket, stock, _debug_socket(stock, containerd, namespace, container_id)):
         if not _served(path):
-            try:
-                os.unlink(path)
-            except OSError:
-                pass
+            _unlink(path)
+
+
+def _debug_socket(stock: str, containerd: str, namespace: str, container_id: str) -> str:
+    """Where a stock shim of containerd 2.x that logs in detail listens as well, for profiling; removed by nobody if it
+    is killed."""
+    import hashlib
+
+    name = hashlib.sha256(f"{containerd}/{namespace}/{container_id}/debug".encode()).hexdigest()
+    return f"{os.path.dirname(stock)}/{name}"
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass  # gone already, or its directory is
 
 
 def _served(path: str) -> bool:
@@ -98,8 +114,12 @@ def _kill(pid: int, stock: str) -> None:
 
 def forget(namespace: str, container_id: str) -> None:
     """Remove all that is kept outside the bundle for a container, whoever made it. Idempotent. Raises ShimError."""
-    from shim import netns
+    from shim import mounts, netns
 
     for path in netns.ours(namespace, container_id):
         netns.remove(path)
-    State(namespace, container_id).remove()
+    state = State(namespace, container_id)
+    mounts.detach_below(state.log_path)
+    if hook := state.read(HOOK_RECORD):
+        _unlink(hook)  # there only if the daemon was killed in a take
+    state.remove()

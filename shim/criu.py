@@ -10,10 +10,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import criuconf
     from shim.config import Config
+    from shim.log import Log
     from shim.snapshot import Container
 
 CACHE = "/run/fermata"
 EMPTY_PLUGIN_DIR = "/run/fermata/no-plugins"
+RUNC_CONF = "/etc/criu/runc.conf"
+"""What runc gives CRIU for a container that names no configuration, as all of ours do: so its settings are merged."""
+
+LOG_LIMIT = 8 << 20
+"""Bytes of a log that are kept: its end, where the reason stands."""
 
 
 def installed(config: Config) -> criuconf.Criu:
@@ -28,22 +34,28 @@ def installed(config: Config) -> criuconf.Criu:
 
 
 def write_config(
-    container: Container, config: Config, *, operation: str, action_script: str | None = None, ext_unix_sk: bool = False
+    container: Container,
+    config: Config,
+    log: Log,
+    *,
+    operation: str,
+    action_script: str | None = None,
+    ext_unix_sk: bool = False,
 ) -> None:
     """Write the container's CRIU configuration for a `dump` or a `restore`. Raises ShimError."""
     import criuconf
 
     criu = installed(config)
     os.makedirs(EMPTY_PLUGIN_DIR, mode=0o700, exist_ok=True)
+    source = container.criu_config or (RUNC_CONF if os.path.exists(RUNC_CONF) else None)
     own = None
-    if container.criu_config:
+    if source:
         try:
-            with open(container.criu_config, encoding="utf-8") as file:
+            with open(source, encoding="utf-8") as file:
                 own = file.read()
         except (OSError, ValueError) as error:
             raise ShimError(
-                f"the container's own CRIU configuration {container.criu_config} cannot be read: {error}",
-                FAILED_PRECONDITION,
+                f"the container's own CRIU configuration {source} cannot be read: {error}", FAILED_PRECONDITION
             ) from error
     try:
         rendered = criuconf.render(
@@ -56,10 +68,13 @@ def write_config(
                 ext_unix_sk=ext_unix_sk,
                 extra=config.criu_options,
                 container_text=own,
+                container_source=source or "the container's org.criu.config",
             ),
         )
     except criuconf.CriuConfError as error:
         raise ShimError(str(error), FAILED_PRECONDITION) from error
+    for text in (*rendered.conflicts, *rendered.notes):
+        log("warning", str(text), container=container.state.id)
     container.state.write("criu.conf", rendered.text)
 
 
@@ -90,12 +105,26 @@ def explain(log: str, message: str, what: str) -> str:
     """One sentence for a failed operation: what CRIU's log says was the cause, and where the log is kept."""
     import criuconf
 
-    if not os.path.exists(log):
-        return f"{what}: {message}"
     try:
-        explanation = criuconf.explain(log)
+        explanation = criuconf.explain(log if os.path.exists(log) else message.encode())
     except (OSError, criuconf.CriuConfError) as error:
         return f"{what}: {message} (the log {log} cannot be read: {error})"
-    if explanation is None:
-        return f"{what}: {message}; log: {log}"
-    return f"{what}: {explanation.sentence}; log: {log}"
+    trim(log)
+    kept = f"; log: {log}" if os.path.exists(log) else ""
+    return f"{what}: {message if explanation is None else explanation.sentence}{kept}"
+
+
+def trim(log: str) -> None:
+    """Keep only the end of a log that has grown too large."""
+    try:
+        with open(log, "r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size <= LOG_LIMIT:
+                return
+            file.seek(-LOG_LIMIT, os.SEEK_END)
+            end = file.read()
+            file.seek(0)
+            file.write(b"(the beginning of this log was cut off)\n" + end)
+            file.truncate()
+    except OSError:
+        pass  # no log, or no room for a shorter one

@@ -106,11 +106,11 @@ def apply_layer(manifest: manifests.Manifest, source: str, container: Container,
         raise ShimError(f"snapshot {source}: its layer cannot be unpacked: {error}", FAILED_PRECONDITION) from error
 
 
-def write_criu_config(container: Container, config: Config) -> None:
+def write_criu_config(container: Container, config: Config, log: Log) -> None:
     """Write the configuration with which runc's CRIU restores this container. Raises ShimError."""
     from shim.criu import write_config
 
-    write_config(container, config, operation="restore")
+    write_config(container, config, log, operation="restore")
 
 
 def explain_failure(container: Container, message: str) -> str:

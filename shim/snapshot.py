@@ -7,7 +7,7 @@ import os
 import time
 
 from shim import bundle as bundles
-from shim import hostfiles, netns, task
+from shim import hostfiles, netns, specedits, task
 from shim.cleanup import DAEMON, forget, record
 from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, ShimError
 from shim.relay import Call
@@ -42,6 +42,9 @@ class Container:
         self.layer = bundle.annotations.get(bundles.LAYER, "carry")
         self.check = bundle.annotations.get(bundles.CHECK, "refuse")
         self.original = bundle.original  # config.json as the client made it
+        self.edits: list[
+            tuple[str, str]
+        ] = []  # what specedits changed in it: the annotation that switches it, and what
         self.criu_config: str | None = None  # the container's own CRIU configuration, merged over ours
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
@@ -79,9 +82,7 @@ class SnapshotShim(RuncShim):
         """
         request = task.CreateTaskRequest.decode(call.request.payload)
         if request.id in self._containers:
-            return self.forward(
-                call
-            )  # the stock shim refuses it; what stands for the container that is there must stay
+            return self.forward(call)  # the stock shim refuses it; what is the first one's must stay
         bundle = bundles.Bundle(request.bundle)
         bundle.check_annotations()
         state = State(self._namespace, request.id)
@@ -120,6 +121,7 @@ class SnapshotShim(RuncShim):
             self.log(
                 "debug", "a host file became the container's own", container=container.state.id, reason=edit.reason
             )
+        container.edits = [(edit.annotation, edit.text) for edit in specedits.apply(bundle.spec)]
         if netns.choose(bundle.spec, bundle.annotations.get(bundles.NETNS)).kind == netns.PRIVATE:
             container.netns = netns.create(container.state.namespace, container.state.id)
             netns.enter(bundle.spec, container.netns)
@@ -142,7 +144,7 @@ class SnapshotShim(RuncShim):
         container.restore_gpu = manifest.data.get("gpu")
         container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
-        restore.write_criu_config(container, self.config)
+        restore.write_criu_config(container, self.config, self.log)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
         timeline.step("layer")
         self.log(

@@ -12,6 +12,7 @@ import time
 from shim import config as configuration
 from shim import manifest as manifests
 from shim import task
+from shim.cleanup import HOOK_RECORD
 from shim.errors import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
 from shim.hook import socket_path
 from shim.ttrpc import AnyMessage, Response
@@ -92,10 +93,12 @@ class Take:
         self.options.work_path = logs
         request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
         path = network.path_of(container.spec, container.bundle)
+        container.state.write(HOOK_RECORD, socket_path(self.directory))
         with network.Operation(path, self._log_network), _Hook(self.directory, self._while_held) as hook:
             criu.write_config(
                 container,
                 self.config,
+                self.log,
                 operation="dump",
                 action_script=HOOK,
                 ext_unix_sk=self.options.external_unix_sockets,
@@ -120,6 +123,7 @@ class Take:
         self.steps.update(self.gpu.steps)
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         self._frozen = criu.frozen_seconds(logs)
+        criu.trim(f"{logs}/dump.log")
         return response
 
     def _log_network(self, note: str) -> None:
@@ -268,6 +272,7 @@ class Take:
                 original, container.rootfs, self.directory, ".".join(map(str, self._criu.version))
             ),
             "files": manifests.files(self.directory),
+            "edits": [{"annotation": annotation, "text": text} for annotation, text in container.edits],
             "layer": None,
             "gpu": self.gpu.record,
             "steps": {name: round(seconds, 6) for name, seconds in self.steps.items()},

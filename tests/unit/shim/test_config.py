@@ -36,7 +36,7 @@ def test_what_is_written_holds(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[crui]\n", r"unknown section \[crui\]; there are shim, criu, layer, gpu"),
+        ("[crui]\n", r"unknown section \[crui\]; there are shim, criu, "),
         ("limit = 5\n", r"unknown section \[limit\]"),
         ("[layer]\nlimt = 5\n", r"unknown key limt in \[layer\]; there are limit, compression"),
         ("[layer]\nlimit = '5'\n", r"\[layer\] limit = '5'; it must be a whole number"),
