@@ -250,7 +250,7 @@ def _delete(arguments: Arguments) -> int:
     if left:
         from shim import cleanup
 
-        cleanup.end_orphaned_stock_shim(namespace, container_id)
+        cleanup.end_orphaned_stock_shim(namespace, container_id, arguments.values.get("address", ""))
     action = _run_stock(arguments)
     if left:
         cleanup.forget(namespace, container_id)
