@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from node.containers import Events
 from node.leftovers import clear, leftovers
 
 HERE = Path(__file__).parent
@@ -27,3 +28,11 @@ def node(running_node):
 @pytest.fixture
 def image():
     return "docker.io/library/fermata-test:latest"
+
+
+@pytest.fixture
+def events(node):
+    """containerd's events from the test's beginning."""
+    listening = Events(node)
+    yield listening
+    listening.end()

@@ -18,21 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from node.node import SOCKET
+from node.containers import CTR, OURS, STOCK, pid, remove, start, status, wait_for
 from node.shims import STOCK_NAME, Shim, daemons, recorded_address, serving
 from shim import task
 
-OURS, STOCK = "io.containerd.fermata.v1", "io.containerd.runc.v2"
 BY_PATH = "/usr/local/bin/containerd-shim-fermata-v1"
-CTR = ("ctr", "--address", SOCKET)
-
-
-def wait_for(condition, what, timeout=30):
-    until = time.monotonic() + timeout
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited in vain for {what}"
-        time.sleep(0.02)
-    return found
 
 
 def same(observe):
@@ -40,28 +30,6 @@ def same(observe):
     stock, ours = observe(STOCK), observe(OURS)
     assert ours == stock
     return ours
-
-
-def start(node, image, name, *command, runtime=OURS, options=()):
-    node.ctr("run", "--detach", "--runtime", runtime, *options, image, name, *(command or ("sleep", "1000")))
-
-
-def remove(node, name):
-    node.ctr("tasks", "delete", "--force", name, check=False)
-    node.ctr("containers", "delete", name)
-
-
-def status_of(node, name):
-    for line in node.ctr("tasks", "list").stdout.splitlines():
-        if line.split()[0] == name:
-            return line.split()[2]
-    return None
-
-
-def pid_of(node, name):
-    return next(
-        int(line.split()[1]) for line in node.ctr("tasks", "list").stdout.splitlines() if line.split()[0] == name
-    )
 
 
 class Terminal:
@@ -97,9 +65,9 @@ class Terminal:
         return self.seen
 
     def end(self):
-        status = self.process.wait(20)
+        code = self.process.wait(20)
         os.close(self.master)
-        return status
+        return code
 
     def abandon(self):
         """End `ctr` alone, if it is still there."""
@@ -141,8 +109,8 @@ def test_a_command_that_cannot_be_run_is_refused_in_the_stock_runtimes_words(nod
         done = node.ctr("run", "--rm", "--runtime", runtime, image, "one", "/no/such/program", check=False)
         return done.returncode, re.sub(r"(?m)^time=.*\n", "", done.stderr)
 
-    status, said = same(observe)
-    assert status == 1
+    code, said = same(observe)
+    assert code == 1
     assert "/no/such/program" in said
 
 
@@ -161,11 +129,11 @@ def test_a_terminal_has_a_size_that_follows_and_passes_what_is_typed(node, image
         terminal.abandon()
 
 
-def test_output_goes_to_a_log_file(node, image):
+def test_output_goes_to_a_log_file(node):
     def observe(runtime):
         log = node.path("/srv/one.log")
-        start(node, image, "one", "sh", "-c", "echo to a file", runtime=runtime, options=["--log-uri", f"file://{log}"])
-        wait_for(lambda: status_of(node, "one") == "STOPPED", "the container's end")
+        start(node, "one", "sh", "-c", "echo to a file", runtime=runtime, options=["--log-uri", f"file://{log}"])
+        wait_for(lambda: status(node, "one") == "STOPPED", "the container's end")
         remove(node, "one")
         text = log.read_text()
         log.unlink()
@@ -185,15 +153,15 @@ os.rename("/srv/logger.out", "/srv/logged")
 """
 
 
-def test_output_goes_to_a_logging_program(node, image):
+def test_output_goes_to_a_logging_program(node):
     logger, logged = node.path("/srv/logger"), node.path("/srv/logged")
     logger.write_text(LOGGER)
     logger.chmod(0o755)
 
     def observe(runtime):
         options = ["--log-uri", "binary:///srv/logger"]
-        start(node, image, "one", "sh", "-c", "echo to a program", runtime=runtime, options=options)
-        wait_for(lambda: status_of(node, "one") == "STOPPED", "the container's end")
+        start(node, "one", "sh", "-c", "echo to a program", runtime=runtime, options=options)
+        wait_for(lambda: status(node, "one") == "STOPPED", "the container's end")
         remove(node, "one")
         wait_for(logged.exists, "the logging program to end")
         text = logged.read_text()
@@ -225,8 +193,8 @@ def test_a_client_attaches_to_what_runs(node, image):
             second.abandon()
 
 
-def test_more_processes_run_in_a_container(node, image):
-    start(node, image, "one")
+def test_more_processes_run_in_a_container(node):
+    start(node, "one")
     run = ["tasks", "exec", "--exec-id", "more"]
     done = node.ctr(*run, "one", "sh", "-c", "cat; echo err >&2; exit 21", input="in", check=False)
     assert done[:2] == (21, "in")
@@ -240,7 +208,7 @@ def test_more_processes_run_in_a_container(node, image):
     refused = node.ctr(*run, "one", "/no/such/program", check=False)
     assert refused.returncode != 0
     assert "/no/such/program" in refused.stderr
-    assert status_of(node, "one") == "RUNNING"
+    assert status(node, "one") == "RUNNING"
 
 
 # Control ------------------------------------------------------------------------------------------------------------
@@ -248,20 +216,20 @@ def test_more_processes_run_in_a_container(node, image):
 TICK = "import time\nwhile True: print(time.monotonic_ns(), flush=True); time.sleep(0.01)"
 
 
-def test_a_paused_container_stands_still_and_goes_on(node, image):
+def test_a_paused_container_stands_still_and_goes_on(node):
     log = node.path("/srv/tick.log")
-    start(node, image, "one", "python3", "-c", TICK, options=["--log-uri", "file:///srv/tick.log"])
+    start(node, "one", "python3", "-c", TICK, options=["--log-uri", "file:///srv/tick.log"])
     try:
         wait_for(lambda: log.exists() and log.stat().st_size, "the container to run")
         node.ctr("tasks", "pause", "one")
-        assert status_of(node, "one") == "PAUSED"
+        assert status(node, "one") == "PAUSED"
         before = log.stat().st_size
         refused = node.ctr("tasks", "exec", "--exec-id", "more", "one", "true", check=False)
         assert refused.returncode != 0
         assert log.stat().st_size == before
         node.ctr("tasks", "resume", "one")
         wait_for(lambda: log.stat().st_size > before, "the container to go on")
-        assert status_of(node, "one") == "RUNNING"
+        assert status(node, "one") == "RUNNING"
     finally:
         log.unlink()
 
@@ -280,20 +248,20 @@ def test_signals_reach_the_first_process_and_another(node, image):
         assert first.wait(20) == 4
 
 
-def test_all_processes_are_killed_together(node, image):
-    start(node, image, "one", "sh", "-c", "sleep 1000 & sleep 1000 & wait")
+def test_all_processes_are_killed_together(node):
+    start(node, "one", "sh", "-c", "sleep 1000 & sleep 1000 & wait")
     wait_for(lambda: len(node.ctr("tasks", "ps", "one").stdout.splitlines()) == 4, "the container's processes")
     node.ctr("tasks", "kill", "--all", "--signal", "SIGKILL", "one")
-    wait_for(lambda: status_of(node, "one") == "STOPPED", "the container's end")
+    wait_for(lambda: status(node, "one") == "STOPPED", "the container's end")
 
 
-def test_processes_and_metrics_are_told_as_by_the_stock_runtime(node, image):
+def test_processes_and_metrics_are_told_as_by_the_stock_runtime(node):
     def observe(runtime):
-        start(node, image, "one", "sh", "-c", "sleep 1000 & sleep 1000", runtime=runtime)
+        start(node, "one", "sh", "-c", "sleep 1000 & sleep 1000", runtime=runtime)
         listed = wait_for(
             lambda: (found := node.ctr("tasks", "ps", "one").stdout.splitlines()[1:])[2:] and found, "the processes"
         )
-        assert str(pid_of(node, "one")) in {line.split()[0] for line in listed}
+        assert str(pid(node, "one")) in {line.split()[0] for line in listed}
         more = node.popen([*CTR, "tasks", "exec", "--exec-id", "more", "one", "sleep", "1000"])
         listed = wait_for(
             lambda: (found := node.ctr("tasks", "ps", "one").stdout.splitlines()[1:])[3:] and found, "one more"
@@ -312,59 +280,14 @@ def test_processes_and_metrics_are_told_as_by_the_stock_runtime(node, image):
 EATER = "block = []\nwhile True: block.append(bytes(1 << 20))"
 
 
-class Events:
-    """What `ctr events` prints, from now on."""
-
-    def __init__(self, node):
-        self.node = node
-        self.out = node.path("/srv/events")
-        self.process = node.popen([*CTR, "events"], stdout=self.out.open("wb"))
-        # It says nothing of when it begins to listen.
-        label = (f"ready={count}" for count in range(1000))
-        wait_for(
-            lambda: node.ctr("namespaces", "label", "default", next(label)) and self.out.stat().st_size, "an event"
-        )
-
-    def of(self, name):
-        """The events of a container, as (topic, fields), times left out and pids by the order of their appearance."""
-        pids, found = {}, []
-        for line in self.out.read_text().splitlines():
-            topic, text = re.search(r" (/\S+) (\{.*\})$", line).groups()
-            fields = json.loads(text)
-            if name not in (fields.get("container_id"), fields.get("id"), fields.get("key")):
-                continue
-            for key in ("pid", "exited_at", "checkpoint"):
-                if key in fields:
-                    fields[key] = pids.setdefault(fields[key], len(pids)) if key == "pid" else "given"
-            # Snapshots and directories for FIFOs are numbered as they are made.
-            text = re.sub(r"/(snapshots|fifo)/\d+/", r"/\1/N/", json.dumps(fields).replace(name, "NAME"))
-            found.append((topic, json.loads(text)))
-        return found
-
-    def wait(self, name, topic, count=1):
-        wait_for(lambda: [seen for seen, _ in self.of(name)].count(topic) >= count, f"{topic} of {name}")
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-        self.out.unlink()
-
-
-@pytest.fixture
-def events(node):
-    listening = Events(node)
-    yield listening
-    listening.end()
-
-
-def test_the_same_events_in_the_same_order_as_under_the_stock_runtime(node, image, events):
+def test_the_same_events_in_the_same_order_as_under_the_stock_runtime(node, events):
     def live(runtime):
         kind = runtime.split(".")[2]
         name = f"life-{kind}"
         # The stock shim may lose the last event before its own end, so another container keeps it there.
         grouped = ["--annotation", f"io.containerd.runc.v2.group=other-{kind}"]
-        start(node, image, f"other-{kind}", runtime=runtime, options=grouped)
-        start(node, image, name, runtime=runtime, options=grouped)
+        start(node, f"other-{kind}", runtime=runtime, options=grouped)
+        start(node, name, runtime=runtime, options=grouped)
         assert node.ctr("tasks", "exec", "--exec-id", "more", name, "false", check=False).returncode == 1
         events.wait(name, "/tasks/exit")
         node.ctr("tasks", "pause", name)
@@ -392,11 +315,11 @@ def test_the_same_events_in_the_same_order_as_under_the_stock_runtime(node, imag
     assert sorted(topics[11:]) == ["/containers/delete", "/snapshot/remove"]
 
 
-def test_a_kill_for_want_of_memory_is_reported(node, image, events):
+def test_a_kill_for_want_of_memory_is_reported(node, events):
     def observe(runtime):
         name = f"eater-{runtime.split('.')[2]}"
         limit = ["--memory-limit", str(32 << 20)]
-        start(node, image, name, "python3", "-c", EATER, runtime=runtime, options=limit)
+        start(node, name, "python3", "-c", EATER, runtime=runtime, options=limit)
         events.wait(name, "/tasks/exit")
         events.wait(name, "/tasks/oom")
         exit_status = [fields["exit_status"] for topic, fields in events.of(name) if topic == "/tasks/exit"]
@@ -412,11 +335,11 @@ GROUPS = ("io.containerd.runc.v2.group", "io.kubernetes.cri.sandbox-id")
 
 
 @pytest.mark.parametrize("annotation", GROUPS)
-def test_the_containers_of_a_pod_share_a_shim_and_go_one_by_one(node, image, annotation):
+def test_the_containers_of_a_pod_share_a_shim_and_go_one_by_one(node, annotation):
     grouped = ["--annotation", f"{annotation}=pod"]
     for name in ("pod", "two", "three"):
-        start(node, image, name, options=grouped)
-    start(node, image, "apart")
+        start(node, name, options=grouped)
+    start(node, "apart")
     names = ("pod", "two", "three", "apart")
     addresses = {name: recorded_address(node, name) for name in names}
     assert len({addresses[name] for name in names[:3]}) == 1
@@ -424,9 +347,9 @@ def test_the_containers_of_a_pod_share_a_shim_and_go_one_by_one(node, image, ann
     assert len(daemons(node)) == len(daemons(node, STOCK_NAME)) == 2
     # The first, whose start made the shim, may go before the others.
     remove(node, "pod")
-    assert status_of(node, "two") == status_of(node, "three") == "RUNNING"
+    assert status(node, "two") == status(node, "three") == "RUNNING"
     assert node.ctr("tasks", "exec", "--exec-id", "more", "three", "echo", "here").stdout == "here\n"
-    start(node, image, "pod", options=grouped)
+    start(node, "pod", options=grouped)
     assert recorded_address(node, "pod") == addresses["two"]
     for name in names:
         remove(node, name)
@@ -466,14 +389,14 @@ def test_a_container_has_a_user_namespace_where_the_stock_runtime_gives_one(node
 # The shim itself ----------------------------------------------------------------------------------------------------
 
 
-def test_containerd_keeps_our_address_and_not_the_stock_shims(node, image):
-    start(node, image, "one")
+def test_containerd_keeps_our_address_and_not_the_stock_shims(node):
+    start(node, "one")
     address = recorded_address(node, "one")
     assert serving(node, Path(address).name) in daemons(node)
 
 
-def test_calls_of_services_that_are_not_ours_are_the_stock_shims(node, image):
-    start(node, image, "one")
+def test_calls_of_services_that_are_not_ours_are_the_stock_shims(node):
+    start(node, "one")
     ours, stock = Shim(node, "one"), Shim(node, "one", stock=True)
 
     def answer(shim, service, method):
@@ -490,12 +413,12 @@ def test_calls_of_services_that_are_not_ours_are_the_stock_shims(node, image):
     assert answer(ours, "no.such.Service", "Call")[0]
 
 
-def test_the_shims_processes_are_gone_with_their_container(node, image):
-    start(node, image, "one")
+def test_the_shims_processes_are_gone_with_their_container(node):
+    start(node, "one")
     shim = Shim(node, "one")
-    pid = shim.pid
+    served_by = shim.pid
     assert shim.state().status == task.RUNNING
-    assert [pid] == daemons(node)
+    assert [served_by] == daemons(node)
     remove(node, "one")
-    wait_for(lambda: not Path(f"/proc/{pid}").exists(), "the daemon's end")
+    wait_for(lambda: not Path(f"/proc/{served_by}").exists(), "the daemon's end")
     assert daemons(node, STOCK_NAME) == []
