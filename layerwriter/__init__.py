@@ -1,6 +1,7 @@
 """An overlay's upper directory as a layer file, and back.
 
     write(upperdir, out)            upper directory -> layer file
+    stream(upperdir, send)          upper directory -> layer of an image, in pieces
     full_diff(lowerdirs, merged, out)   the same layer from a comparison of the merged tree with the image below it
     apply(layer, upperdir)          layer file -> upper directory, all of it or none of it
     choose(mount_options)           which of the two writers a mount needs, and why
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
     from layerwriter.layer import HiddenChange as HiddenChange
     from layerwriter.layer import Layer as Layer
     from layerwriter.layer import LayerError as LayerError
+    from layerwriter.layer import NotPortable as NotPortable
     from layerwriter.layer import Size as Size
     from layerwriter.overlay import Choice as Choice
     from layerwriter.overlay import choose as choose
     from layerwriter.reader import entries as entries
+    from layerwriter.stream import stream as stream
     from layerwriter.tree import compare as compare
     from layerwriter.tree import record as record
     from layerwriter.unpack import Applied as Applied
@@ -42,6 +45,7 @@ _MODULES = {
     "HiddenChange": "layer",
     "Layer": "layer",
     "LayerError": "layer",
+    "NotPortable": "layer",
     "Size": "layer",
     "apply": "unpack",
     "choose": "overlay",
@@ -50,6 +54,7 @@ _MODULES = {
     "full_diff": "diff",
     "measure": "upper",
     "record": "tree",
+    "stream": "stream",
     "write": "upper",
 }
 

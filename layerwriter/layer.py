@@ -18,6 +18,10 @@ class HiddenChange(LayerError):
     """
 
 
+class NotPortable(LayerError):
+    """A tree that no layer can carry to another OCI tool. Raised by stream(); write() has means of its own for it."""
+
+
 class Layer:
     """A layer file that was written.
 

@@ -192,22 +192,30 @@ class Sink:
                 thread.join()
             self._threads.clear()
 
+    def _output(self, data: memoryview, offset: int) -> None:
+        """Let a part of the file go where it belongs. Called in the order of the offsets, by one thread."""
+        _write_at(self.fd, data, offset)
+
     def _write(self, piece: Piece) -> None:
-        _write_at(self.fd, piece.view[: piece.used], piece.offset)
+        self._output(piece.view[: piece.used], piece.offset)
 
     def _digest(self, piece: Piece) -> None:
         self._hash.update(piece.view[: piece.used])
 
 
 class ZstdSink(Sink):
-    """A tar under construction that reaches the file as zstd frames of at most 1 MiB of tar."""
+    """A tar under construction that reaches the file as zstd frames of at most 1 MiB of tar.
 
-    def __init__(self, fd: int, limit: int) -> None:
+    `make` makes what compresses one piece into one frame, for one thread; other formats whose files are a row of
+    frames pass their own.
+    """
+
+    def __init__(self, fd: int, limit: int, make: Callable[[], Callable[[memoryview], bytes]] | None = None) -> None:
         from layerwriter.compression import compressor, cores
 
         super().__init__(fd, limit)
         # Made here and not in the threads: a missing package has to stop the caller.
-        self._compressors = [compressor() for _ in range(min(cores(), _WORKERS))]
+        self._compressors = [(make or compressor)() for _ in range(min(cores(), _WORKERS))]
         self.spare = len(self._compressors) + 1
         self._written = 0
         self._file_hash = sha256()
@@ -256,7 +264,7 @@ class ZstdSink(Sink):
             self._write_frame(piece)
 
     def _write_frame(self, piece: Piece) -> None:
-        _write_at(self.fd, memoryview(piece.frame), self._written)
+        self._output(memoryview(piece.frame), self._written)
         self._file_hash.update(piece.frame)
         self._written += len(piece.frame)
         piece.frame = b""

@@ -1,0 +1,170 @@
+"""An upper directory as the layer of an image, sent where the caller wants it while it is made.
+
+An image goes to other machines and other tools. So its layer holds what every OCI tool understands and what means the
+same everywhere, and equal trees make equal layers:
+
+- no access times, which change by reading;
+- no sockets: a socket's path without its listener is nothing to take to another container, and tar cannot hold one;
+- of the `security.` attributes only file capabilities: labels and signatures (SELinux, IMA, EVM) are this node's;
+- no name that begins with `.wh.`, which every tool takes for a deletion: NotPortable.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from layerwriter.entries import Entries
+from layerwriter.header import END
+from layerwriter.layer import Layer, LayerError, NotPortable, shown
+from layerwriter.overlay import Marks
+from layerwriter.sink import Sink, ZstdSink
+from layerwriter.upper import walk_upper
+from layerwriter.walk import open_directory
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Send = Callable[[memoryview], None]
+    Path = str | os.PathLike[str]
+
+NO_LIMIT = 1 << 62
+
+
+def stream(
+    upperdir: Path,
+    send: Send,
+    *,
+    compression: str = "none",
+    xattr_prefix: str = "trusted.",
+    base: bool = False,
+    latest: int | None = None,
+    limit: int = NO_LIMIT,
+) -> Layer:
+    """Make an image's layer of an upper directory and hand it to `send`, piece by piece and in order.
+
+    `send` is called with at most 1 MiB at a time, by one thread that is not the caller's, and may keep nothing of what
+    it is given; what it raises comes out here. `compression` is "none", "gzip" or "zstd". `base`: the directory has
+    nothing below it, so that a mark of a deletion in it makes no sense. `latest` is the newest modification time that
+    is written, in nanoseconds since 1970; what is newer gets that time. The Layer's path is "".
+
+    Raises HiddenChange, NotPortable, LayerError, and OSError only if `send` did.
+    """
+    try:
+        root = open_directory(os.fspath(upperdir))
+    except OSError as failure:
+        raise LayerError(f"{os.fspath(upperdir)} cannot be read as an upper directory: {failure.strerror}") from failure
+    try:
+        sink: Sink
+        if compression == "none":
+            sink = _Stream(send, limit)
+        elif compression == "gzip":
+            from layerwriter.compression import gzip_compressor
+
+            sink = _FrameStream(send, limit, gzip_compressor)
+        elif compression == "zstd":
+            sink = _FrameStream(send, limit)
+        else:
+            raise LayerError(f'compression {compression!r} is not known: it is "none", "gzip" or "zstd"')
+        entries = _ImageEntries(sink, xattr_prefix.encode("ascii"), base, latest)
+        try:
+            walk_upper(root, entries)
+            sink.put(END)
+            digest, diff_id, size = sink.finish()
+        except BaseException:
+            sink.abandon()
+            raise
+    finally:
+        os.close(root)
+    return Layer(
+        path="",
+        digest=digest,
+        diff_id=diff_id,
+        size=size,
+        entries=entries.count,
+        made_by="upperdir",
+        notes=entries.notes(),
+    )
+
+
+class _Stream(Sink):
+    def __init__(self, send: Send, limit: int) -> None:
+        super().__init__(-1, limit)
+        self._send = send
+
+    def _output(self, data: memoryview, offset: int) -> None:
+        self._send(data)
+
+
+class _FrameStream(ZstdSink):
+    def __init__(self, send: Send, limit: int, make: Callable[[], Callable[[memoryview], bytes]] | None = None) -> None:
+        super().__init__(-1, limit, make)
+        self._send = send
+
+    def _output(self, data: memoryview, offset: int) -> None:
+        self._send(data)
+
+
+class _ImageEntries(Entries):
+    quick = False
+
+    def __init__(self, sink: Sink, prefix: bytes, base: bool, latest: int | None) -> None:
+        super().__init__(sink, prefix)
+        self._base = base
+        self._latest = latest
+
+    def special(self, directory: int, name: str, path: bytes) -> None:
+        if not stat.S_ISSOCK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            super().special(directory, name, path)
+
+    def whiteout(self, path: bytes) -> None:
+        if self._base:
+            raise NotPortable(f"{shown(path)}: the mark of a deletion, and there is nothing below to delete")
+        if path.rpartition(b"/")[2].startswith(b".wh."):
+            raise _name(path)
+        super().whiteout(path)
+
+    def _attributes(self, target: int | str, path: bytes) -> tuple[bytes, Marks]:
+        records, marks = super()._attributes(target, path)
+        return _without_labels(records) if records else records, marks
+
+    def _emit(
+        self,
+        path: bytes,
+        kind: bytes,
+        found: os.stat_result,
+        records: bytes,
+        size: int = 0,
+        *,
+        link: bytes = b"",
+        device: tuple[int, int] = (0, 0),
+        aligned: int = -1,
+        sparse: bool = False,
+    ) -> None:
+        if b".wh." in path and any(part.startswith(b".wh.") for part in path.split(b"/")):
+            raise _name(path)
+        time = found.st_mtime_ns
+        if self._latest is not None and time > self._latest:
+            time = self._latest
+        if time != found.st_mtime_ns or time != found.st_atime_ns:
+            found = os.stat_result(found[:10], {"st_mtime_ns": time, "st_atime_ns": time})
+        super()._emit(path, kind, found, records, size, link=link, device=device, aligned=aligned, sparse=sparse)
+
+
+def _name(path: bytes) -> NotPortable:
+    return NotPortable(f"{shown(path)}: every tool takes a name that begins with .wh. for a deletion")
+
+
+def _without_labels(records: bytes) -> bytes:
+    """The pax records without the node's own `security.` attributes."""
+    kept = []
+    at = 0
+    while at < len(records):
+        space = records.index(b" ", at)
+        end = at + int(records[at:space])
+        key = records[space + 1 : end]
+        if not key.startswith(b"SCHILY.xattr.security.") or key.startswith(b"SCHILY.xattr.security.capability="):
+            kept.append(records[at:end])
+        at = end
+    return b"".join(kept)

@@ -1,0 +1,120 @@
+"""A layer for an image: sent in order, complete, and the same for equal trees."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import socket
+import tarfile
+
+import pytest
+
+from layerwriter import LayerError, NotPortable, stream
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def upper(tmp_path):
+    root = tmp_path / "upper"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "a" / "text").write_bytes(b"some text\n" * 400_000)
+    (root / "a" / "noise").write_bytes(os.urandom(3 << 20))
+    (root / "a" / "small").write_text("x")
+    (root / "link").symlink_to("a")
+    return root
+
+
+def streamed(root, **options):
+    out = bytearray()
+    layer = stream(root, out.extend, **options)
+    assert layer.digest == f"sha256:{hashlib.sha256(out).hexdigest()}"
+    assert layer.size == len(out)
+    return layer, bytes(out)
+
+
+def members(data):
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return {member.name: member for member in tar}
+
+
+def test_a_gzip_layer_holds_the_uncompressed_one(upper):
+    plain, data = streamed(upper)
+    layer, packed = streamed(upper, compression="gzip")
+    assert gzip.decompress(packed) == data
+    assert layer.diff_id == plain.diff_id == plain.digest
+    assert len(packed) < len(data) - 3_000_000, "text gets smaller"
+    assert len(packed) < 5 << 20, "noise gets no larger"
+
+
+def test_a_zstd_layer_holds_the_uncompressed_one(upper, tmp_path):
+    from layerwriter.compression import unzstd
+
+    _, data = streamed(upper)
+    _, packed = streamed(upper, compression="zstd")
+    assert b"".join(bytes(part) for part in unzstd(iter([memoryview(packed)]))) == data
+
+
+def test_equal_trees_make_equal_layers_also_after_reading(upper):
+    for name in ("a/small", "a/text", "a", "."):
+        os.utime(upper / name, ns=(5 * SECOND, 7 * SECOND + 123_456_789))
+    _, before = streamed(upper)
+    os.utime(upper / "a/small", ns=(99 * SECOND, 7 * SECOND + 123_456_789))
+    _, after = streamed(upper)
+    assert before == after
+    assert members(before)["a/small"].mtime == pytest.approx(7.123456789)
+
+
+def test_no_time_is_newer_than_the_source_date_epoch(upper):
+    os.utime(upper / "a/small", ns=(0, 5 * SECOND + 3))
+    _, data = streamed(upper, latest=1000 * SECOND)
+    found = members(data)
+    assert found["a/small"].mtime == pytest.approx(5.000000003)
+    assert {member.mtime for name, member in found.items() if name != "a/small"} == {1000}
+
+
+def test_sockets_and_the_nodes_own_labels_stay_here(upper):
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(upper / "socket"))
+    os.setxattr(upper / "a/small", "user.kept", b"1")
+    os.setxattr(upper / "a/small", "user.a\nb", b"\0\xff")
+    os.setxattr(upper / "a/small", "security.fermata", b"label")
+    os.setxattr(upper / "a/small", "security.capability", bytes.fromhex("0100000200200000000000000000000000000000"))
+    _, data = streamed(upper)
+    found = members(data)
+    assert "socket" not in found
+    names = {key for key in found["a/small"].pax_headers if key.startswith("SCHILY.xattr.")}
+    assert names == {"SCHILY.xattr.user.kept", "SCHILY.xattr.user.a\nb", "SCHILY.xattr.security.capability"}
+
+
+@pytest.mark.parametrize("name", [".wh.file", "a/.wh..wh..opq"])
+def test_a_name_that_others_take_for_a_deletion_is_refused(upper, name):
+    (upper / name).write_text("")
+    with pytest.raises(NotPortable, match=r"\.wh\."):
+        streamed(upper)
+
+
+def test_a_mark_of_a_deletion_over_nothing_is_refused(upper):
+    os.mknod(upper / "gone", 0o020000, os.makedev(0, 0))
+    assert ".wh.gone" in members(streamed(upper)[1])
+    with pytest.raises(NotPortable, match="gone: "):
+        streamed(upper, base=True)
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_a_receiver_that_fails_ends_the_walk_with_its_error(upper, compression):
+    class Full(Exception):
+        pass
+
+    def send(data):
+        raise Full
+
+    with pytest.raises(Full):
+        stream(upper, send, compression=compression)
+
+
+def test_a_directory_that_is_gone_is_an_error_of_ours(tmp_path):
+    with pytest.raises(LayerError, match="cannot be read"):
+        stream(tmp_path / "gone", lambda data: None)
