@@ -4,8 +4,8 @@ PREFIX ?= /usr/local
 PYTHON ?= python3
 LIB = $(DESTDIR)$(PREFIX)/lib/fermata
 BIN = $(DESTDIR)$(PREFIX)/bin
-PACKAGES = shim layerwriter criuconf
-SCRIPTS = containerd-shim-fermata-v1 fermata
+PACKAGES = shim layerwriter criuconf differ
+SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
 VENV = .venv
 # Another minor version of ruff may format or check otherwise.

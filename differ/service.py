@@ -1,0 +1,209 @@
+"""containerd.services.diff.v1.Diff: the layer of a writable snapshot, from its upper directory into the content store.
+
+Whatever cannot be done exactly is answered UNIMPLEMENTED, for which containerd asks its next differ. What its content
+store says is passed on as it is: the walking differ would meet the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+
+import grpc
+
+from differ import content, messages
+from differ.mounts import Unsuited, upper
+from layerwriter import LayerError, stream
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from layerwriter import Layer
+
+    Say = Callable[[str], None]
+
+UNCOMPRESSED = "containerd.io/uncompressed"
+COMPRESSIONS = {
+    "application/vnd.oci.image.layer.v1.tar": "none",
+    "application/vnd.oci.image.layer.v1.tar+gzip": "gzip",
+    "application/vnd.oci.image.layer.v1.tar+zstd": "zstd",
+}
+DEFAULT_MEDIA_TYPE = "application/vnd.oci.image.layer.v1.tar+gzip"
+
+AT_ONCE = 8
+"""Layers that are made at a time; further requests wait. Each takes some 20 MiB of memory, whatever its size."""
+_LET_GO = 10
+"""Seconds that containerd is given to let go of a reference whose upload was broken off."""
+
+
+class Cancelled(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class _Order:
+    """What a request asks for, in our terms. Raises Unsuited."""
+
+    def __init__(self, request: messages.DiffRequest) -> None:
+        self.media_type = request.media_type or DEFAULT_MEDIA_TYPE
+        compression = COMPRESSIONS.get(self.media_type)
+        if compression is None:
+            raise Unsuited(f"media type {self.media_type}")
+        if request.unknown:
+            raise Unsuited("the request has fields that are not known here")
+        self.compression = compression
+        self.upper = upper(request.left, request.right)
+        self.ref = request.ref or content.unique("fermata-differ")
+        self.labels = messages.mapping(request.labels)
+        epoch = request.source_date_epoch
+        self.latest = None if epoch is None else epoch.seconds * 1_000_000_000 + epoch.nanos
+
+
+class Differ:
+    """The service. `say` takes one line for the log."""
+
+    def __init__(self, channel: grpc.Channel, say: Say) -> None:
+        self._channel = channel
+        self._say = say
+        self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._token = content.unique("fermata-differ")
+        self._count = 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        methods = {
+            "Diff": grpc.unary_unary_rpc_method_handler(
+                self.diff,
+                request_deserializer=messages.DiffRequest.decode,
+                response_serializer=messages.DiffResponse.encode,
+            ),
+            "Apply": grpc.unary_unary_rpc_method_handler(
+                self.apply,
+                request_deserializer=messages.ApplyRequest.decode,
+                response_serializer=messages.ApplyResponse.encode,
+            ),
+        }
+        return grpc.method_handlers_generic_handler(messages.DIFF, methods)
+
+    def apply(self, request: messages.ApplyRequest, context: grpc.ServicerContext) -> messages.ApplyResponse:
+        """Unpacking a layer is containerd's own. It asks here first, for every layer of every image."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "fermata-differ makes layers and applies none")
+        raise AssertionError  # abort() raises
+
+    def diff(self, request: messages.DiffRequest, context: grpc.ServicerContext) -> messages.DiffResponse:
+        began = time.monotonic()
+        metadata = dict(context.invocation_metadata())
+        namespace = metadata.get("containerd-namespace", "")
+        try:
+            order = _Order(request)
+            # Not every build of containerd 1.7 passes the caller's namespace on to its plugins. Debian's does not.
+            namespace = namespace or content.namespace_of(self._channel, request.right)
+            if not namespace:
+                raise Unsuited("the caller's namespace is not known")
+            store = content.Store(self._channel, namespace, metadata.get("containerd-lease", ""))
+            with self._turns:
+                made = self._make(order, store, context)
+        except (Unsuited, LayerError) as reason:
+            self._say(f"{namespace}: left to the next differ: {reason}")
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, f"fermata-differ: {reason}: not implemented")
+        except grpc.RpcError as failure:
+            self._say(f"{namespace}: containerd says {failure.code()}: {failure.details()}")
+            context.abort(failure.code(), failure.details() or "containerd gave no reason")
+        except Cancelled:
+            self._say(f"{namespace}: the caller gave up")
+            context.abort(grpc.StatusCode.CANCELLED, "the caller gave up")
+        except Exception as failure:
+            # A mistake of ours must not keep anybody from an image: the walking differ has another go.
+            self._say(f"{namespace}: left to the next differ, and this is a bug: {traceback.format_exc()}")
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, f"fermata-differ failed ({failure!r}): not implemented")
+        took = time.monotonic() - began
+        self._say(f"{namespace}: {order.upper.path}: {made.digest}, {made.size} bytes, {took:.3f} s")
+        return messages.DiffResponse(diff=made)
+
+    def _make(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
+        if store.lease:
+            return self._write(order, store, context)
+        self._count += 1
+        leased = store.take_lease(f"{self._token}-{self._count}-{threading.get_ident()}")
+        try:
+            return self._write(order, leased, context)
+        except BaseException:
+            self._attempt("end a lease", leased.end_lease)
+            raise
+
+    def _write(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
+        upload = store.upload(order.ref)
+        gone = threading.Event()
+
+        def give_up() -> None:
+            gone.set()
+            upload.cancel()
+
+        try:
+            if not context.add_callback(give_up):
+                raise Cancelled
+            layer: Layer = stream(
+                order.upper.path,
+                upload.write,
+                compression=order.compression,
+                xattr_prefix=order.upper.xattr_prefix,
+                base=order.upper.base,
+                latest=order.latest,
+            )
+            size = self._commit(store, upload, layer, {**order.labels, UNCOMPRESSED: layer.diff_id})
+        except BaseException as failure:
+            upload.cancel()
+            self._attempt(f"remove what was written of {order.ref}", lambda: _abort(store, order.ref))
+            if gone.is_set():
+                raise Cancelled from failure
+            raise
+        return messages.Descriptor(media_type=order.media_type, digest=layer.digest, size=size)
+
+    def _commit(self, store: content.Store, upload: content.Upload, layer: Layer, labels: dict[str, str]) -> int:
+        try:
+            digest = upload.commit(labels)
+            if digest != layer.digest:
+                raise LayerError(f"containerd received another layer ({digest}) than was sent ({layer.digest})")
+        except grpc.RpcError as failure:
+            if failure.code() != grpc.StatusCode.ALREADY_EXISTS:
+                raise
+        known = store.info(layer.digest)
+        if not messages.mapping(known.labels).get(UNCOMPRESSED):
+            store.set_label(layer.digest, UNCOMPRESSED, layer.diff_id)
+        return known.size
+
+    def clear(self) -> None:
+        """Remove what a differ that was killed had written and not committed, in every namespace."""
+        for namespace in content.namespaces(self._channel):
+            store = content.Store(self._channel, namespace)
+            for lease, ref in store.unfinished():
+                if not lease.startswith(self._token):
+                    self._say(f"{namespace}: removing the unfinished upload {ref}")
+                    store.abort(ref)
+                    content.Store(self._channel, namespace, lease).end_lease()
+
+    def _attempt(self, what: str, do: Callable[[], None]) -> None:
+        """Clean up after a failure, which is to be reported, whatever becomes of this."""
+        try:
+            do()
+        except grpc.RpcError as failure:
+            self._say(f"could not {what}: {failure.code()}: {failure.details()}")
+
+
+def _abort(store: content.Store, ref: str) -> None:
+    """Abort an upload that was broken off: containerd takes a moment to let go of it."""
+    until = time.monotonic() + _LET_GO
+    while True:
+        try:
+            store.abort(ref)
+            return
+        except grpc.RpcError as failure:
+            if failure.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
+                raise
+        time.sleep(0.02)
+
+
+def to_stderr(line: str) -> None:
+    """For systemd's journal, which puts the time in front."""
+    print(line, file=sys.stderr, flush=True)
