@@ -149,15 +149,14 @@ class Source:
         return self._file()
 
     def _file(self) -> Generator[memoryview, None, None]:
-        """The file's bytes, each piece hashed. A piece is valid until `_PIECES` more were made."""
-        ring = [memoryview(bytearray(PIECE)) for _ in range(_PIECES + 1)]
+        """The file's bytes, each piece hashed. Pieces are not used again: whoever has a view of one keeps it alive."""
         offset = 0
         while True:
-            for piece in ring:
-                got = os.preadv(self._fd, (piece,), offset)
-                if got == 0:
-                    return
-                offset += got
-                if self._hash is not None:
-                    self._hash.update(piece[:got])
-                yield piece[:got]
+            piece = memoryview(bytearray(PIECE))
+            got = os.preadv(self._fd, (piece,), offset)
+            if got == 0:
+                return
+            offset += got
+            if self._hash is not None:
+                self._hash.update(piece[:got])
+            yield piece[:got]

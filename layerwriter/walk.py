@@ -88,16 +88,17 @@ class Descent:
 
     def leave(self) -> None:
         """Go back to the directory above."""
-        fd = self._fds.pop()
-        try:
-            above = len(self._fds) - 1
-            if self._fds[above] == -1:
-                self._fds[above] = open_directory("..", fd)
-                found = os.fstat(self._fds[above])
-                if (found.st_dev, found.st_ino) != self._identities[above]:
-                    raise LayerError("a directory was moved while the tree was walked: freeze the container first")
-        finally:
-            os.close(fd)
+        os.close(self.release())
+
+    def release(self) -> int:
+        """Go back to the directory above, and leave the one below open, for the caller to close."""
+        above = len(self._fds) - 2
+        if self._fds[above] == -1:
+            self._fds[above] = open_directory("..", self._fds[-1])
+            found = os.fstat(self._fds[above])
+            if (found.st_dev, found.st_ino) != self._identities[above]:
+                raise LayerError("a directory was moved while the tree was walked: freeze the container first")
+        return self._fds.pop()
 
     def close(self) -> None:
         """Close everything but the root, which is its opener's."""
