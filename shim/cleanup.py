@@ -26,7 +26,14 @@ def listener(path: str) -> int | None:
     The peer's credentials would be those of the stock shim's `start`, which made the socket and is gone. So the
     socket's inode is looked up (proc_net(5)) and then searched for among the descriptors of the processes. That takes
     a while, and only a crash asks for it.
+
+    The kernel's list has the path as its owner named it, and there may be other mount namespaces with other files of
+    that name: who sees another file there, or none, is not meant.
     """
+    try:
+        meant = os.stat(path)
+    except OSError:
+        return None
     inodes = set()
     with open("/proc/net/unix", encoding="utf-8", errors="replace") as file:
         for line in file:
@@ -38,8 +45,11 @@ def listener(path: str) -> int | None:
         if not name.isdigit():
             continue
         try:
+            seen = os.stat(f"/proc/{name}/root{path}")
             descriptors = os.listdir(f"/proc/{name}/fd")
         except OSError:
+            continue
+        if not os.path.samestat(seen, meant):
             continue
         for descriptor in descriptors:
             try:
