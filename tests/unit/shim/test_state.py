@@ -1,0 +1,67 @@
+"""What is kept of a container outside the shim's memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from shim.errors import ShimError
+from shim.state import KEPT_OPERATIONS, State, remove_tree
+
+
+@pytest.fixture
+def state(tmp_path):
+    made = State("default", "c1", run=str(tmp_path / "run"), logs=str(tmp_path / "log"))
+    made.create()
+    return made
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\nb", "-a", "é", "a b", "a'b", "$(x)", "x" * 77])
+def test_a_name_that_is_no_identifier_is_refused(name):
+    with pytest.raises(ShimError, match="not an identifier"):
+        State("default", name)
+    with pytest.raises(ShimError, match="not an identifier"):
+        State(name, "c1")
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-d", "0" * 76])
+def test_an_identifier_of_containerds_is_taken(name):
+    assert State("k8s.io", name).path == f"/run/fermata/k8s.io/{name}"
+
+
+def test_the_directory_is_for_its_owner_alone(state):
+    assert os.stat(state.path).st_mode & 0o777 == 0o700
+    assert os.stat(state.write("file", "text")).st_mode & 0o777 == 0o600
+    assert state.read("file") == "text"
+    assert state.read("other") is None
+
+
+def test_removing_takes_the_namespaces_directory_with_it_once_it_is_empty(state, tmp_path):
+    other = State("default", "c2", run=str(tmp_path / "run"), logs=str(tmp_path / "log"))
+    other.create()
+    state.write("file", "text")
+    state.remove()
+    assert os.listdir(tmp_path / "run/default") == ["c2"]
+    other.remove()
+    other.remove()
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_the_logs_of_the_newest_ten_operations_are_kept(state):
+    made = [state.new_log_dir("dump") for _ in range(KEPT_OPERATIONS + 3)]
+    assert len(set(made)) == len(made)
+    kept = sorted(os.listdir(state.log_path))
+    assert kept == [os.path.basename(path) for path in made[-KEPT_OPERATIONS:]]
+
+
+def test_a_tree_is_removed_without_following_links(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").touch()
+    (tmp_path / "gone/deep").mkdir(parents=True)
+    (tmp_path / "gone/link").symlink_to(tmp_path / "kept")
+    (tmp_path / "gone/deep/file").touch()
+    remove_tree(str(tmp_path / "gone"))
+    remove_tree(str(tmp_path / "gone"))
+    assert sorted(os.listdir(tmp_path)) == ["kept"]
+    assert os.listdir(tmp_path / "kept") == ["file"]
