@@ -53,5 +53,6 @@ def test_a_socket_of_the_same_path_in_another_mount_namespace_is_not_meant(tmp_p
             made.bind(path)
             made.listen()
             assert listener(path) == os.getpid()
+        assert listener(path) is None
         os.unlink(path)
         other.stdin.close()
