@@ -29,6 +29,7 @@ def full_diff(
     limit: int = DEFAULT_LIMIT,
     xattr_prefix: str = "trusted.",
     reason: str | None = None,
+    sync: bool = True,
 ) -> Layer:
     """Write what makes a merged tree out of the image below it.
 
@@ -50,6 +51,7 @@ def full_diff(
             xattr_prefix=None,
             made_by="full-diff",
             reason=reason,
+            sync=sync,
         )
     except OSError as failure:
         raise LayerError(f"{os.fspath(merged)} cannot be compared with its image: {failure}") from failure

@@ -23,12 +23,14 @@ def write(
     compression: str = "none",
     limit: int = DEFAULT_LIMIT,
     xattr_prefix: str = "trusted.",
+    sync: bool = True,
 ) -> Layer:
     """Write every entry of an upper directory to a layer file.
 
     The tree must not change meanwhile: freeze the container first. `compression` is "none" or "zstd"; `limit` is in
     bytes of uncompressed tar; `xattr_prefix` is "user." for a mount with `userxattr`. `out` appears complete and
-    synced, or not at all. Raises HiddenChange where only full_diff() sees the change, and LayerError.
+    on disk, or not at all; without `sync` it is left to the caller when it has to be on disk. Raises HiddenChange
+    where only full_diff() sees the change, and LayerError.
     """
     root = _open_root(upperdir)
     try:
@@ -39,6 +41,7 @@ def write(
             limit=limit,
             xattr_prefix=xattr_prefix,
             made_by="upperdir",
+            sync=sync,
         )
     finally:
         os.close(root)
@@ -119,6 +122,7 @@ def save(
     limit: int,
     xattr_prefix: str | None,
     made_by: str,
+    sync: bool,
     reason: str | None = None,
 ) -> Layer:
     """Make a layer file of what `put` puts, under a temporary name until it is whole.
@@ -149,9 +153,11 @@ def save(
         except BaseException:
             sink.abandon()
             raise
-        os.fsync(fd)
+        if sync:
+            os.fsync(fd)
         os.rename(partial, final)
-        _sync_directory(final)
+        if sync:
+            _sync_directory(final)
     except BaseException as failure:
         os.unlink(partial)
         if isinstance(failure, OSError):

@@ -227,7 +227,12 @@ class Take:
             if choice.made_by == "upperdir":
                 try:
                     return layerwriter.write(
-                        upper, out, compression=compression, limit=limit, xattr_prefix=choice.xattr_prefix
+                        upper,
+                        out,
+                        compression=compression,
+                        limit=limit,
+                        xattr_prefix=choice.xattr_prefix,
+                        sync=False,  # while the processes stand still; the manifest waits for the disk
                     )
                 except layerwriter.HiddenChange as hidden:
                     reason = str(hidden)
@@ -238,7 +243,9 @@ class Take:
                 out,
                 compression=compression,
                 limit=limit,
+                xattr_prefix=choice.xattr_prefix,
                 reason=reason,
+                sync=False,
             )
         except layerwriter.LayerError as error:
             raise ShimError(f"snapshot of {container.state.id} failed: {error}", FAILED_PRECONDITION) from error
