@@ -129,10 +129,8 @@ def _software(requires: dict[str, Any], config: Config) -> Iterator[Finding]:
             f"this node's kernel {host.kernel()} is older than {kernel}, under which it was taken: what only the newer "
             "one has cannot be restored; update the kernel if the restore fails"
         )
-    from shim import criu
-
     try:
-        ours = ".".join(map(str, criu.installed(config).version))
+        ours = _criu_version(config)
     except ShimError as error:
         yield _problem(str(error))
     else:
@@ -155,6 +153,12 @@ def _software(requires: dict[str, Any], config: Config) -> Iterator[Finding]:
             f"it was taken under cgroup v{cgroup}, this node has v{host.cgroup_version()}: boot this node with cgroup "
             f"v{cgroup} (systemd.unified_cgroup_hierarchy={int(cgroup == 2)}), or restore it on a node that has it"
         )
+
+
+def _criu_version(config: Config) -> str:
+    from shim import criu
+
+    return ".".join(map(str, criu.installed(config).version))
 
 
 def _memory(requires: dict[str, Any], spec: dict[str, Any] | None) -> Iterator[Finding]:

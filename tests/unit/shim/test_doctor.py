@@ -1,0 +1,147 @@
+"""`fermata doctor`: what each look says. tests/node/test_doctor.py has it look at real nodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shim import doctor
+from shim.cli import main
+from shim.config import Config
+from shim.errors import ShimError
+
+
+@pytest.fixture
+def parameters(tmp_path):
+    """The overlay module's parameters."""
+    for name in ("redirect_dir", "metacopy", "index", "nfs_export"):
+        (tmp_path / name).write_text("N\n")
+    return tmp_path
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """Have the command see these lines alone."""
+
+    def give(*given):
+        monkeypatch.setattr(doctor, "examine", lambda address, directories: iter(given))
+
+    return give
+
+
+def test_an_overlay_that_shows_every_change_is_ok(parameters):
+    [line] = doctor._overlay(str(parameters))
+    assert (line.level, line.fix, line.mend) == ("ok", None, None)
+
+
+def test_overlay_options_that_force_the_slow_path_are_named_and_turned_off(parameters):
+    (parameters / "metacopy").write_text("Y\n")
+    [line] = doctor._overlay(str(parameters))
+    assert line.level == "warning"
+    assert "the overlay module's parameter metacopy is on" in line.text
+    assert line.fix.startswith(f"echo N >{parameters}/metacopy (for containers created from then on; ")
+    line.mend()
+    assert (parameters / "metacopy").read_text() == "N"
+    assert [line.level for line in doctor._overlay(str(parameters))] == ["ok"]
+
+
+@pytest.mark.parametrize(("text", "level"), [("always [madvise] never", "ok"), ("[always] madvise never", "warning")])
+def test_transparent_huge_pages_at_always_are_a_warning(tmp_path, text, level):
+    path = tmp_path / "enabled"
+    path.write_text(text)
+    [line] = doctor._huge_pages(str(path))
+    assert line.level == level
+    if line.mend:
+        line.mend()
+        assert path.read_text() == "madvise"
+
+
+def test_a_containerd_that_does_not_listen_is_a_problem(tmp_path):
+    path = str(tmp_path / "no.sock")
+    assert doctor.Containerd.find(path) is None
+    [line] = doctor._containerd(None, path)
+    assert (line.level, line.text) == ("problem", f"none listens at {path}")
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["containerd"], "/etc/containerd/config.toml"),
+        (["containerd", "--config", "/a"], "/a"),
+        (["containerd", "-c", "/a"], "/a"),
+        (["containerd", "--config=/a", "-l", "debug"], "/a"),
+    ],
+)
+def test_the_configuration_file_is_the_running_containerds_own(words, path):
+    assert doctor._config_file(words) == path
+
+
+def test_the_files_that_name_the_runtime_are_found(tmp_path):
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "config.toml").write_text("version = 3\n")
+    (tmp_path / "conf.d/fermata.toml").write_text('runtime_type = "io.containerd.fermata.v1"\n')
+    found = doctor._files_naming_the_runtime(str(tmp_path / "config.toml"))
+    assert found == [str(tmp_path / "conf.d/fermata.toml")]
+
+
+def test_a_look_that_fails_becomes_a_problem_and_the_others_go_on(monkeypatch):
+    def fails():
+        raise ShimError("the disk is gone")
+
+    monkeypatch.setattr(doctor, "_runc", fails)
+    monkeypatch.setattr(doctor, "_criu", lambda config: iter(()))
+    monkeypatch.setattr(doctor, "_lock_rules", lambda: iter(()))
+    found = list(doctor.examine("/no.sock", []))
+    assert [line.text for line in found if line.name == "runc"] == ["could not be looked at: the disk is gone"]
+    assert found[-1].name == "operator's command"
+
+
+def test_a_stock_shim_that_the_configuration_names_wrongly_is_a_problem():
+    config = Config()
+    config.stock_shim = "/nowhere/shim"
+    [line] = doctor._stock_shim(None, config)
+    assert line.level == "problem"
+    assert "/nowhere/shim" in line.text
+
+
+def test_warnings_alone_are_a_good_end_and_problems_are_not(lines, capsys):
+    lines(doctor.Line("ok", "a", "fine"), doctor.Line("warning", "b", "slow", "hurry"))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == (
+        "ok       a: fine\nwarning  b: slow\n         -> hurry\n2 lines, 0 problems, 1 warnings.\n"
+    )
+    lines(doctor.Line("problem", "c", "broken"))
+    assert main(["doctor", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "healthy": False,
+        "lines": [{"level": "problem", "name": "c", "text": "broken", "fix": None}],
+        "fixed": [],
+    }
+
+
+def test_nothing_is_mended_without_fix_and_with_it_what_was_done_is_said(lines, capsys):
+    done = []
+    lines(doctor.Line("warning", "b", "slow", "hurry", mend=lambda: done.append("b")))
+    main(["doctor"])
+    assert done == []
+    main(["doctor", "--fix"])
+    assert done == ["b"]
+    assert capsys.readouterr().out.endswith(
+        "fixed    b: hurry\nwarning  b: slow\n         -> hurry\n1 lines, 0 problems, 1 warnings.\n"
+    )
+
+
+def test_a_mend_that_fails_is_said_and_the_next_one_is_tried(lines, capsys):
+    done = []
+
+    def fails():
+        raise PermissionError(13, "Permission denied")
+
+    lines(
+        doctor.Line("warning", "a", "bad", "x", mend=fails),
+        doctor.Line("warning", "b", "bad", "y", mend=lambda: done.append("b")),
+    )
+    main(["doctor", "--fix"])
+    assert done == ["b"]
+    assert "fermata: a: `x` failed: [Errno 13] Permission denied" in capsys.readouterr().err

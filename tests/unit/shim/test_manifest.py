@@ -1,0 +1,118 @@
+"""fermata.json: what is read, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from shim import manifest
+from shim.errors import ShimError
+from shim.rootfs import Rootfs
+from shim.task import Mount
+from tests.unit.shim import snapshots
+
+SCHEMA = json.loads(Path(__file__).parents[3].joinpath("docs/fermata.schema.json").read_text())
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    return snapshots.make(tmp_path / "s")
+
+
+def rewrite(snapshot: Path, **changes: object) -> None:
+    path = snapshot / "fermata.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def read_error(directory: Path) -> str:
+    with pytest.raises(ShimError) as error:
+        manifest.read(str(directory))
+    return str(error.value).replace(str(directory), "DIR")
+
+
+def test_the_schema_is_one_and_describes_a_snapshot(snapshot):
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(json.loads((snapshot / "fermata.json").read_text()), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"taken": 5}, {"layer": {"file": "a/b"}}, {"version": {"major": 2, "minor": 0}}, {"steps": {"dump": "1"}}]
+)
+def test_the_schema_refuses_what_is_no_snapshot(wrong):
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**snapshots.DATA, **wrong}, SCHEMA)
+
+
+def test_unknown_keys_are_kept_when_a_client_adds_what_it_knows(snapshot):
+    rewrite(snapshot, later={"a": [1]}, version={"major": 1, "minor": 7, "x": "y"})
+    manifest.amend(str(snapshot), {"container": {"image": "b:2"}, "node": {"containerd": "2.1.9"}})
+    data = json.loads((snapshot / "fermata.json").read_text())
+    assert data["later"] == {"a": [1]}
+    assert data["version"] == {"major": 1, "minor": 7, "x": "y"}
+    assert data["container"] == {**snapshots.DATA["container"], "image": "b:2"}
+    assert data["node"] == {"containerd": "2.1.9"}
+
+
+def test_another_major_version_is_refused(snapshot):
+    rewrite(snapshot, version={"major": 2, "minor": 1})
+    assert read_error(snapshot) == (
+        "snapshot DIR has format version 2.1, this fermata reads 1.x: restore it with the version that took it, or "
+        "take it again"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "DIR/fermata.json is damaged: "),
+        ("[]", "DIR/fermata.json has no version: it is not fermata's"),
+        ('{"version": {"major": "1"}}', "DIR/fermata.json has no version: it is not fermata's"),
+        ("[" * 100000, "DIR/fermata.json is damaged: "),
+    ],
+)
+def test_what_is_no_manifest_is_refused(snapshot, text, sentence):
+    (snapshot / "fermata.json").write_text(text)
+    assert read_error(snapshot).startswith(sentence)
+
+
+def test_a_manifest_that_is_a_link_is_not_followed(snapshot, tmp_path):
+    (snapshot / "fermata.json").rename(tmp_path / "elsewhere")
+    (snapshot / "fermata.json").symlink_to(tmp_path / "elsewhere")
+    assert read_error(snapshot).startswith("cannot read DIR/fermata.json: ")
+
+
+def test_every_file_but_the_manifest_is_listed_with_its_size(snapshot):
+    (snapshot / ".fermata.json.staged").write_text("{}")
+    files = manifest.files(str(snapshot))
+    assert files["pages-1.img"] == 4096
+    assert set(files) == {path.name for path in snapshot.iterdir()} - {"fermata.json", ".fermata.json.staged"}
+
+
+def test_files_of_the_image_and_of_bind_mounts_are_required_and_those_of_the_writable_layer_are_not(snapshot, tmp_path):
+    lower, upper = tmp_path / "lower", tmp_path / "upper"
+    for path in (lower / "usr/bin/python3", upper / "root/data"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    overlay = Rootfs([Mount(type="overlay", options=[f"lowerdir={lower}", f"upperdir={upper}"])])
+    required = manifest.requirements(snapshots.SPEC, overlay, str(snapshot), "4.1.1")
+    assert required["files"] == [snapshots.MODEL, snapshots.PYTHON]
+    # Changed by the container: it comes back with the layer, whatever the new image has.
+    (upper / "usr/bin").mkdir(parents=True)
+    (upper / "usr/bin/python3").touch()
+    required = manifest.requirements(snapshots.SPEC, overlay, str(snapshot), "4.1.1")
+    assert required["files"] == [snapshots.MODEL]
+    assert required["memory"] == 4096
+    assert required["namespaces"] == ["mount", "network", "pid"]
+
+
+def test_a_bind_mount_of_a_file_is_told_from_one_of_a_directory(tmp_path):
+    (tmp_path / "file").touch()
+    mounts = [
+        {"destination": f"/{name}", "type": "bind", "source": str(tmp_path / name), "options": ["bind"]}
+        for name in ("file", "", "gone")
+    ]
+    described = manifest.describe_mounts({"mounts": mounts})
+    assert [mount.get("file") for mount in described] == [True, False, None]
