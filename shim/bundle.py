@@ -81,6 +81,23 @@ class Bundle:
         if wrong:
             raise ShimError("; ".join(wrong), INVALID_ARGUMENT)
 
+    def leave_cgroup(self, taken: dict[str, Any], namespace: str, container_id: str) -> None:
+        """Have the container that the spec came from keep its cgroup to itself.
+
+        `ctr c restore` makes the new container from the old one's spec, the path of the cgroup included, and runc
+        restores into an empty cgroup only: not beside the old container, and not twice. `taken` is the manifest. A path
+        that does not end with a container's id is the operator's own and stays.
+        """
+        linux = self.spec.get("linux")
+        path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
+        if not isinstance(path, str):
+            return
+        separator = ":" if ":" in path else "/"  # systemd's form is slice:prefix:name
+        parent, found, name = path.rpartition(separator)
+        former = taken.get("container")
+        if found and name == (former.get("id") if isinstance(former, dict) else None) or parent == f"/{namespace}":
+            linux["cgroupsPath"] = f"{parent}{found}{container_id}"
+
     def write(self) -> None:
         """Write config.json back, by rename, when it was changed."""
         if json.dumps(self.spec) == self.original:

@@ -141,6 +141,7 @@ class SnapshotShim(RuncShim):
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle.spec, self.config, self.log)
         timeline.step("check")
+        bundle.leave_cgroup(manifest.data, container.state.namespace, container.state.id)
         container.restore_gpu = manifest.data.get("gpu")
         container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
