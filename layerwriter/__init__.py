@@ -7,7 +7,7 @@
     choose(mount_options)           which of the two writers a mount needs, and why
     measure(upperdir)               how large the layer will be, without reading a file
     record(root), compare(a, b)     everything that a program can see of a tree; how two trees differ
-    entries(layer)                  what is in a layer file
+    read(layer)                     every entry of a layer file
 
 The format is the OCI image layer (tar with pax headers); docs/layer.md describes it with our additions. Every error is
 a LayerError whose text says what went wrong and where.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from layerwriter.layer import Size as Size
     from layerwriter.overlay import Choice as Choice
     from layerwriter.overlay import choose as choose
-    from layerwriter.reader import entries as entries
+    from layerwriter.reader import read as read
     from layerwriter.stream import stream as stream
     from layerwriter.tree import compare as compare
     from layerwriter.tree import record as record
@@ -50,9 +50,9 @@ _MODULES = {
     "apply": "unpack",
     "choose": "overlay",
     "compare": "tree",
-    "entries": "reader",
     "full_diff": "diff",
     "measure": "upper",
+    "read": "reader",
     "record": "tree",
     "stream": "stream",
     "write": "upper",

@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         print(f"{applied.path}: {applied.entries} entries")
     elif options.command == "list":
-        for entry in layerwriter.entries(options.layer):
+        for entry in layerwriter.read(options.layer):
             print(_line(entry))
     elif options.command == "record":
         for item in layerwriter.record(options.directory):

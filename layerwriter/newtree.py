@@ -27,8 +27,8 @@ _SMALL = 256 << 10
 """Bytes up to which a file is made by the crew."""
 _DEEP = 48
 """Levels from which nothing is left to the crew: directories up there are closed and opened again."""
-_IMPLIED = 10_000
-"""Directories that may be missing in a layer as entries of their own."""
+_IMPLIED = 1 << 20
+"""Bytes of paths of directories that have no entry of their own in a layer: they have to be remembered."""
 
 _ACCESS_ACL, _DEFAULT_ACL = b"system.posix_acl_access", b"system.posix_acl_default"
 _GETFLAGS, _SETFLAGS = 0x80086601, 0x40086602  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
@@ -77,6 +77,7 @@ class NewTree:
         self._here = b""
         self._places = [_Place(root)]
         self._implied: set[bytes] = {b""}
+        self._implied_bytes = 0
         self._inheriting = False
         self._crew = Crew(self._make_small, _named)
         self._own = (os.geteuid(), os.getegid())
@@ -285,13 +286,17 @@ class NewTree:
             else:
                 place.complete()
                 self._descent.leave()
+            self._places[-1].fd = self._descent.fd  # another one, if it had to be closed for being far up
         self._here = b"/".join(self._parts)
         for part in parts[common:]:
             self._enter_again(part)
 
     def _enter(self, name: bytes) -> _Place:
         """Open a directory just made in the current one, and make it the current one."""
-        self._crew.send(self._places[-1])
+        if len(self._parts) < _DEEP:
+            self._crew.send(self._places[-1])
+        else:
+            self._crew.drain(self._places[-1])
         place = _Place(self._descent.enter(name))
         self._parts.append(name)
         self._places.append(place)
@@ -305,8 +310,9 @@ class NewTree:
         try:
             place = self._enter(name)
         except FileNotFoundError:
-            if len(self._implied) > _IMPLIED:
-                raise LayerError(f"more than {_IMPLIED} directories have no entry of their own") from None
+            self._implied_bytes += len(here)
+            if self._implied_bytes > _IMPLIED:
+                raise LayerError("too many directories above it have no entry of their own") from None
             self._implied.add(here)
             os.mkdir(name, 0o755, dir_fd=self._places[-1].fd)
             place = self._enter(name)

@@ -390,7 +390,7 @@ def _clean(path: bytes, what: str) -> bytes:
     return b"/".join(parts)
 
 
-def entries(layer: str) -> Iterator[Entry]:
+def read(layer: str | os.PathLike[str]) -> Iterator[Entry]:
     """Every entry of a layer file, uncompressed or compressed with gzip or zstd. Raises LayerError."""
     from layerwriter.source import Source
 

@@ -61,8 +61,11 @@ def remove(path: Path) -> None:
     path.rmdir()
 
 
-def everything(root: Path) -> None:
-    """One entry of every kind, with every attribute that a file system here can keep."""
+def everything(root: Path, *, escaped: bool = False) -> None:
+    """One entry of every kind, with every attribute that a file system here can keep.
+
+    `escaped`: in an upper directory, where an overlay keeps a container's `trusted.overlay.` under a longer name.
+    """
     root.mkdir()
     base = os.fsencode(root)
     (root / "empty").write_bytes(b"")
@@ -115,7 +118,7 @@ def everything(root: Path) -> None:
         deep.mkdir()
     (deep / "bottom").write_bytes(b"deep")
     times(root)
-    attributes(root)
+    attributes(root, "trusted.overlay.overlay." if escaped else "trusted.overlay.")
     holes(root)
 
 
@@ -143,7 +146,7 @@ def times(root: Path) -> None:
     os.utime(root / "time", ns=(7, 1_600_000_000_000_000_001))
 
 
-def attributes(root: Path) -> None:
+def attributes(root: Path, overlays: str) -> None:
     where = root / "attributes"
     where.mkdir()
     for name in ("file", "capable", "acl"):
@@ -170,8 +173,8 @@ def attributes(root: Path) -> None:
         ("user.%25=%3D", b"escapes"),
         ("user.%25", b"looks escaped"),
         ("trusted.plain", b"t"),
-        ("trusted.overlay.opaque", b"y"),
-        ("trusted.overlay.redirect", b"/etc"),
+        (overlays + "opaque", b"y"),
+        (overlays + "redirect", b"/etc"),
         ("user.overlay.opaque", b"y"),
         ("security.fermata", b"s"),
         ("user." + "n" * 100, b"long name"),
