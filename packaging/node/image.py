@@ -29,7 +29,7 @@ CONFIG = {"Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:
 # Of a stack's root, what a container has no use for.
 NOT_IN_IMAGE = (
     *("containerd", "runc", "criu", "libcriu2", "iptables", "nftables", "libnftables1", "iproute2"),
-    *("apt", "libapt-pkg*", "perl-base"),
+    *("containernetworking-plugins", "checkpointctl", "apt", "libapt-pkg*", "perl-base"),
 )
 NOT_COPIED = ("proc", "sys", "dev", "run", "tmp", "boot", "var/lib/apt", "var/cache", "var/log", "var/lib/dpkg")
 # The programs that an image made from the host's own files holds.

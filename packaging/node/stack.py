@@ -32,6 +32,8 @@ COMMON = (
     "python3-grpcio",  # the command `fermata` speaks to containerd with it; the shim itself needs no package
     "ca-certificates",
     "containerd",
+    "containernetworking-plugins",  # pods have a network of their own: see tests/node/test_cri.py
+    "checkpointctl",
 )
 
 
