@@ -6,9 +6,10 @@ keeps the logs of the newest operations.
 
 from __future__ import annotations
 
+import errno
 import os
 
-from shim.errors import INVALID_ARGUMENT, ShimError
+from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, ShimError
 
 RUN = "/run/fermata"
 LOGS = "/var/log/fermata"
@@ -37,25 +38,45 @@ class State:
         self.log_path = f"{logs}/{namespace}/{container_id}"
 
     def create(self) -> None:
-        """Make the directory."""
-        os.makedirs(self.path, mode=0o700, exist_ok=True)
+        """Make the directory. Raises ShimError."""
+        while True:
+            try:
+                os.makedirs(self.path, mode=0o700, exist_ok=True)
+                return
+            except FileNotFoundError:
+                continue  # the namespace's last container before this one took the namespace's directory with it
+            except OSError as error:
+                raise self._cannot_keep(error) from error
+
+    def _cannot_keep(self, error: OSError) -> ShimError:
+        message = f"cannot keep the container's state in {self.path}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            message += "; make room there"
+        elif error.errno in (errno.EEXIST, errno.ENOTDIR):
+            message += "; something that is no directory is in the way, remove it"
+        return ShimError(message, FAILED_PRECONDITION)
 
     def write(self, name: str, text: str) -> str:
-        """Write a small file of the directory, by rename, and return its path."""
+        """Write a small file of the directory, by rename, and return its path. Raises ShimError."""
         path = f"{self.path}/{name}"
-        fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        data = text.encode()
         try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
-        os.rename(f"{path}.new", path)
+            fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                while data:  # a disk that fills up takes the first part and refuses the rest
+                    data = data[os.write(fd, data) :]
+            finally:
+                os.close(fd)
+            os.rename(f"{path}.new", path)
+        except OSError as error:
+            raise self._cannot_keep(error) from error
         return path
 
     def read(self, name: str) -> str | None:
         """Read a file of the directory; None when it is not there."""
         try:
             fd = os.open(f"{self.path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         try:
             return os.read(fd, 1 << 20).decode()
@@ -91,7 +112,10 @@ def remove_tree(path: str) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        os.unlink(path)
+        try:
+            os.unlink(path)
+        except NotADirectoryError:
+            pass  # nor is what should hold it
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
