@@ -95,7 +95,8 @@ class Bundle:
         separator = ":" if ":" in path else "/"  # systemd's form is slice:prefix:name
         parent, found, name = path.rpartition(separator)
         former = taken.get("container")
-        if found and name == (former.get("id") if isinstance(former, dict) else None) or parent == f"/{namespace}":
+        taken_id = former.get("id") if isinstance(former, dict) else None
+        if found and (name == taken_id or parent == f"/{namespace}"):
             linux["cgroupsPath"] = f"{parent}{found}{container_id}"
 
     def write(self) -> None:
