@@ -281,7 +281,7 @@ def _gpu(manifest: Manifest, spec: dict[str, Any], config: Config) -> Iterator[F
     if manifest.data.get("gpu"):
         from shim import gpu
 
-        for sentence in gpu.missing(manifest, spec, open_driver=lambda: gpu.Helper(config)):
+        for sentence in gpu.missing(manifest, spec, open_driver=lambda: gpu.Helper(config, initialise=False)):
             yield _problem(sentence)
 
 

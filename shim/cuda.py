@@ -4,10 +4,10 @@ It is a program of its own, run as `python3 -I -S cuda.py` for the length of one
 large, keep descriptors and threads, and can hang, none of which belongs into a daemon that lives as long
 as a container. Nothing of the project is imported.
 
-Protocol: one JSON object a line. The first line in, `{"libcuda": path, "nvml": path}`, is answered by what the driver
-is. Every further line, `{"op": …, "pids": [...], …}`, is answered by one line. `end` ends the program and leaves the
-processes as they are. When the input ends without it, because whoever drove this program was killed, every process that
-was locked here is first brought back to running.
+Protocol: one JSON object a line. The first line in, `{"libcuda": [paths], "nvml": [paths], "initialise": bool}`, is
+answered by what the driver is. Every further line, `{"op": …, "pids": [...], …}`, is answered by one line. `end` ends
+the program and leaves the processes as they are. When the input ends without it, because whoever drove this program was
+killed, every process that was locked here is first brought back to running.
 
 States are the driver's, CUprocess_state of cuda.h: 0 running, 1 locked, 2 checkpointed (the state is in host memory),
 3 failed. Functions: the CUDA driver API's chapter "CUDA Checkpointing", in drivers from 570 on; GPU pairs from 580 on.
@@ -61,7 +61,13 @@ class Driver:
     def __init__(self, names: Iterable[str]) -> None:
         self._lib, self.path = _load(names)
         self.missing = [name for name in CHECKPOINT_CALLS if not hasattr(self._lib, f"cuCheckpointProcess{name}")]
-        self._check(self._lib.cuInit(0))  # a restore needs it where persistence mode is off (cuda.h)
+        self._initialised = False
+
+    def initialise(self) -> None:
+        """Before any other call, once: takes 0.05 to 0.3 s. Raises CudaError."""
+        if not self._initialised:
+            self._check(self._lib.cuInit(0))  # a restore needs it where persistence mode is off (cuda.h)
+            self._initialised = True
 
     def _check(self, code: int) -> None:
         if code:
@@ -282,6 +288,7 @@ class Session:
         pairs: list[list[str]] = request.get("pairs") or []
         if op == "inventory":
             return {"gpus": self._inventory.gpus()}
+        driver.initialise()
         if op == "state":
             return {"results": each(pids, driver.state, limit)}
         if op == "lock":
@@ -339,6 +346,12 @@ def main() -> int:
         say({"error": str(error)})
         return 1
     say(hello)
+    if settings.get("initialise"):
+        # Now, while whoever asked still does something else. What is wrong is said when it is used.
+        try:
+            driver.initialise()
+        except CudaError:
+            pass
     session = Session(driver, inventory)
     for line in lines:
         try:

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     class Driver(Protocol):
         """A session with shim/cuda.py: see Helper."""
 
-        version: str
-        missing: list[str]
+        @property
+        def version(self) -> str: ...
+        @property
+        def missing(self) -> list[str]: ...
 
         def call(self, op: str, **fields: Any) -> dict[str, Any]: ...
         def end(self) -> None: ...
@@ -140,6 +142,40 @@ def _command(pid: int, proc: str) -> str:
     return text if len(text) <= 120 else text[:119] + "…"
 
 
+def shares_of(all_users: list[User], proc: str = "/proc") -> list[str]:
+    """A sentence for each process that has another one's GPU memory open (CUDA IPC).
+
+    Driver 580 moves the state of such a process out and then cannot move it back, ever, in no order. It does not say
+    so, but for each process that gives memory away it makes a file /dev/shm/cuda.shm.UID.PID.N, PID in hexadecimal and
+    as the process itself sees it, which both ends map.
+    """
+    sentences = []
+    by_container_pid = {user.container_pid: user for user in all_users}
+    for user in all_users:
+        for owner in sorted(_ipc_owners(user.pid, proc) - {user.container_pid}):
+            other = by_container_pid.get(owner)
+            whose = str(other) if other else f"a process {owner} that is not here"
+            sentences.append(f"{user} uses GPU memory of {whose}")
+    return sentences
+
+
+def _ipc_owners(pid: int, proc: str) -> set[int]:
+    owners = set()
+    try:
+        with open(f"{proc}/{pid}/maps", errors="replace") as file:
+            for line in file:
+                _, found, name = line.partition("/cuda.shm.")
+                parts = name.split(".")
+                if found and len(parts) >= 3:
+                    try:
+                        owners.add(int(parts[1], 16))
+                    except ValueError:
+                        continue
+    except OSError:
+        return set()
+    return owners
+
+
 def minors(pid: int, proc: str = "/proc") -> set[int]:
     """The N of every /dev/nvidiaN in a process's root: the GPUs that its container has, whoever put them there."""
     found = set()
@@ -161,14 +197,18 @@ def minors(pid: int, proc: str = "/proc") -> set[int]:
 
 
 class Helper:
-    """A run of shim/cuda.py: started, asked line by line, ended."""
+    """A run of shim/cuda.py: started, asked line by line, ended.
 
-    def __init__(self, config: Config) -> None:
-        """Start it. Raises ShimError when there is no driver library, or one too old."""
+    It starts in the background: `version`, `missing` and `call` wait for it, and raise ShimError when there is no
+    usable driver library. With `initialise` it makes the driver ready at once, for more than an inventory.
+    """
+
+    def __init__(self, config: Config, *, initialise: bool = True) -> None:
         import sys
 
         self._config = config
         self._buffer = b""
+        self._hello: dict[str, Any] | None = None
         program = f"{os.path.dirname(os.path.abspath(__file__))}/cuda.py"
         child_in, self._in = os.pipe()
         self._out, child_out = os.pipe()
@@ -188,20 +228,35 @@ class Helper:
             os.close(child_in)
             os.close(child_out)
         self._open = True
-        try:
-            hello = self._ask({"libcuda": self._names("libcuda.so.1"), "nvml": self._names("libnvidia-ml.so.1")}, 120)
-        except BaseException:
-            self.kill()
-            raise
-        self.version = str(hello.get("driver", "unknown"))
-        self.missing = list(hello.get("missing") or [])
-        if problem := hello.get("error"):
+        self._send(
+            {
+                "libcuda": self._names("libcuda.so.1"),
+                "nvml": self._names("libnvidia-ml.so.1"),
+                "initialise": initialise,
+            }
+        )
+
+    @property
+    def version(self) -> str:
+        """The driver's version."""
+        return str(self._greeting().get("driver", "unknown"))
+
+    @property
+    def missing(self) -> list[str]:
+        """Of the calls that move GPU state, those that this driver lacks."""
+        return list(self._greeting().get("missing") or [])
+
+    def _greeting(self) -> dict[str, Any]:
+        if self._hello is None:
+            self._hello = self._receive(120)
+        if problem := self._hello.get("error"):
             self.kill()
             raise ShimError(
                 f"the NVIDIA driver's libraries cannot be used: {problem}; if they are somewhere else, name "
                 "libcuda.so.1 in /etc/fermata/config.toml: [gpu] libcuda",
                 FAILED_PRECONDITION,
             )
+        return self._hello
 
     def _names(self, library: str) -> list[str]:
         configured = self._config.gpu_libcuda
@@ -214,22 +269,32 @@ class Helper:
     def call(self, op: str, **fields: Any) -> dict[str, Any]:
         """Make one request. Raises ShimError when it was refused or the program ended."""
         limit = float(fields.get("limit", self._config.gpu_move_timeout))
-        answer = self._ask({"op": op, "limit": limit, **fields}, limit + 30)
+        self._greeting()
+        self._send({"op": op, "limit": limit, **fields})
+        answer = self._receive(limit + 30)
         if "error" in answer:
             raise ShimError(f"the NVIDIA driver: {answer['error']}")
         return answer
 
-    def _ask(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
+    def _send(self, request: dict[str, Any]) -> None:
         import json
-        import select
 
-        poll = select.poll()
-        poll.register(self._out, select.POLLIN)
-        until = time.monotonic() + limit
+        if not self._open:
+            raise ShimError("the program that moves GPU state was ended")
         try:
             os.write(self._in, json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise ShimError(f"the program that moves GPU state has ended: {error.strerror}") from error
+
+    def _receive(self, limit: float) -> dict[str, Any]:
+        import json
+        import select
+
+        if not self._open:
+            raise ShimError("the program that moves GPU state was ended")
+        poll = select.poll()
+        poll.register(self._out, select.POLLIN)
+        until = time.monotonic() + limit
         while b"\n" not in self._buffer:
             left = until - time.monotonic()
             if left <= 0 or not poll.poll(left * 1000):
@@ -246,7 +311,9 @@ class Helper:
         """End the program; the processes stay as they are."""
         if self._open:
             try:
-                self._ask({"op": "end"}, 5)
+                self._greeting()
+                self._send({"op": "end"})
+                self._receive(5)
             except (ShimError, ValueError):
                 pass  # killed below
             self.kill()
@@ -408,6 +475,12 @@ class _Taking:
                     running.append(user)
         if not running:
             return False
+        if shares := shares_of(present, self._proc):
+            raise ShimError(
+                f"{self._what}: {'; '.join(shares)}: the NVIDIA driver cannot move memory that processes share (CUDA "
+                "IPC, NCCL between GPUs); give each process memory of its own",
+                FAILED_PRECONDITION,
+            )
         for user in running:
             self._moved[user.pid] = user
         self._timed("gpu_lock", driver, "lock", running, timeout_ms=int(self._config.gpu_lock_timeout * 1000))

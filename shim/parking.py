@@ -91,9 +91,22 @@ class Gpu:
         """After `dump`: what was on the GPU, for fermata.json; None when nothing was."""
         self.steps: dict[str, float] = {}
         """After `dump`: seconds of each step."""
+        self._prepared: gpu.Helper | None = None
+
+    def prepare(self) -> None:
+        """Make the driver ready in the background for what comes after something that takes long."""
+        if self._prepared is None:
+            self._prepared = gpu.Helper(self._config)
+
+    def dismiss(self) -> None:
+        """End what `prepare` started, when it was not used."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.kill()
 
     def _open_driver(self) -> gpu.Helper:
-        return gpu.Helper(self._config)
+        prepared, self._prepared = self._prepared, None
+        return prepared or gpu.Helper(self._config)
 
     # A dump ------------------------------------------------------------------------------------------------------
 
@@ -111,13 +124,18 @@ class Gpu:
             self.record = out.record if out else None
         else:
             self.record = parked  # parked before: nothing to move, and nothing to move back
+        if out and out.moved and not exits:
+            self.prepare()
         try:
-            response = dump()
-        except BaseException:
-            self._back_after_dump(out)
-            raise
-        if not (exits and response.ok):
-            self._back_after_dump(out)
+            try:
+                response = dump()
+            except BaseException:
+                self._back_after_dump(out)
+                raise
+            if not (exits and response.ok):
+                self._back_after_dump(out)
+        finally:
+            self.dismiss()
         return response
 
     def _take_out(self) -> gpu.Out | None:

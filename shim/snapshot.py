@@ -181,8 +181,23 @@ class SnapshotShim(RuncShim):
         container = self._containers.get(request.id)
         if request.exec_id or container is None or container.restore_source is None:
             return self.forward(call)
-        from shim import network, restore
+        record, container.restore_gpu = container.restore_gpu, None
+        if not record or not record.get("processes"):
+            return self._restore(call, container)
+        gpu = self._gpu(call, container)
+        gpu.prepare()  # the driver gets ready while CRIU restores
+        try:
+            return self._restore(call, container, lambda: gpu.after_restore(record))
+        finally:
+            gpu.dismiss()
 
+    def _restore(
+        self, call: Call, container: Container, move_gpu_state: Callable[[], object] | None = None
+    ) -> Response:
+        from shim import network, orphans, restore
+
+        request = task.ExecRequest.decode(call.request.payload)
+        assert container.restore_source is not None
         began = time.monotonic()
         timeline = container.timeline
         assert timeline is not None
@@ -192,13 +207,20 @@ class SnapshotShim(RuncShim):
         def note(text: str) -> None:
             self.log("info", text, container=request.id)
 
-        with network.Restore(path, container.restore_source, self.config, note) as around:
+        watch = orphans.Watch(container.restore_logs or "", note)
+        with network.Restore(path, container.restore_source, self.config, note) as around, watch:
             response = self.forward(call)
             if response.ok:
                 around.settle(task.PidResponse.decode(response.payload).pid)
         if response.status is not None and response.status.code:
             response.status.message = restore.explain_failure(container, response.status.message)
             self.log("error", "restore failed", container=request.id, error=response.status.message)
+            # A killed CRIU leaves processes that wait for it, and whose container could not be deleted. An error says
+            # that there are none.
+            kill = task.KillRequest(id=request.id, signal=9, all=True)
+            self.forward(
+                Call(Request(service=container.service, metadata=call.request.metadata)), kill.encode(), method="Kill"
+            )
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
         timeline.step("criu")
@@ -206,9 +228,8 @@ class SnapshotShim(RuncShim):
         applied, container.applied = container.applied, None
         if applied is not None:
             applied.commit()
-        record, container.restore_gpu = container.restore_gpu, None
-        if record and record.get("processes"):
-            self._gpu(call, container).after_restore(record)
+        if move_gpu_state is not None:
+            move_gpu_state()
             timeline.step("gpu")
         try:
             timeline.keep(container, source, container.taken)

@@ -265,7 +265,7 @@ def twenty_cycles(machine: Machine) -> dict[str, Any]:
     rows = []
     base = used()
     snapshot = fresh(machine, "snapshot-cycle")
-    with container(machine, "cycle-0", "one", 1.0) as (asked, io):
+    with container(machine, "cycle-0", "one", 0.25) as (asked, io):
         before = asked.ask("digest")
         try:
             for turn in range(20):

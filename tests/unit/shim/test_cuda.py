@@ -60,6 +60,9 @@ class Model:
         self.busy = busy
         self.calls = []
 
+    def initialise(self):
+        pass
+
     def state(self, pid):
         return self.now
 

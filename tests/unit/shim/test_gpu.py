@@ -286,6 +286,23 @@ def test_what_was_out_before_stays_out_when_the_others_are_put_back(world):
     assert set(world.states.values()) == {RUNNING}
 
 
+def test_a_process_that_uses_the_gpu_memory_of_another_one_is_refused_before_anything_is_locked(world):
+    # 112 gives memory away: its own pid in its container is 12, hexadecimal c. 113 uses it.
+    for pid in (112, 113):
+        with (world.proc / f"{pid}/maps").open("a") as file:
+            file.write("7f2-7f3 rw-s 0 0:31 6 /dev/shm/cuda.shm.0.c.1\n")
+    with pytest.raises(ShimError, match=r"process 113 \(13 .* uses GPU memory of process 112 .*CUDA IPC"):
+        take_out(world)
+    assert not [entry for entry in world.log if entry[0] == "lock"]
+
+
+def test_a_process_whose_gpu_memory_nobody_uses_any_more_is_moved(world):
+    with (world.proc / "112/maps").open("a") as file:
+        file.write("7f2-7f3 rw-s 0 0:31 6 /dev/shm/cuda.shm.0.c.1 (deleted)\n")
+    take_out(world)
+    assert set(world.states.values()) == {CHECKPOINTED}
+
+
 def test_a_driver_without_the_calls_is_refused_with_the_version_that_has_them(world):
     world.missing, world.version = ["Lock"], "550.54"
     with pytest.raises(ShimError, match=r"driver 550.54 cannot move GPU state: that came with driver 570"):
@@ -425,23 +442,27 @@ def test_the_containers_gpus_are_the_devices_in_its_root(world):
 
 @pytest.mark.skipif(gpu.node_has_driver(), reason="this machine has an NVIDIA driver")
 def test_where_there_is_no_driver_library_the_sentence_says_what_to_set():
+    helper = gpu.Helper(Config())
     with pytest.raises(ShimError, match=r"libnvidia-ml.so.1: cannot open shared object.*\[gpu\] libcuda"):
-        gpu.Helper(Config())
+        helper.call("inventory")
 
 
 def test_a_configured_library_is_the_only_one_looked_for(tmp_path):
     config = Config()
     config.gpu_libcuda = str(tmp_path / "libcuda.so.1")
+    helper = gpu.Helper(config)
     with pytest.raises(ShimError, match=str(tmp_path)):
-        gpu.Helper(config)
+        helper.call("inventory")
 
 
 def test_the_program_that_is_killed_leaves_no_child_and_no_descriptor(tmp_path):
     config = Config()
     config.gpu_libcuda = str(tmp_path / "libcuda.so.1")
     before = os.listdir("/proc/self/fd")
+    helper = gpu.Helper(config)
+    helper.kill()
     with pytest.raises(ShimError):
-        gpu.Helper(config)
+        helper.call("inventory")
     assert os.listdir("/proc/self/fd") == before
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
