@@ -318,18 +318,25 @@ class SnapshotShim(RuncShim):
 
 
 def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
-    if request.options is not None and request.options.type_url == task.LEGACY_RUNC_OPTIONS:
-        options = task.LegacyRuncOptions.decode(request.options.value).modern()
-        request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
-        return options
-    if request.options is None or not request.options.value:
+    given = request.options
+    if given is None or not given.value:
         return task.RuncOptions()
-    if request.options.type_url != task.RUNC_OPTIONS:
+    if given.type_url == task.RUNC_OPTIONS:
+        return task.RuncOptions.decode(given.value)
+    # The stock shim takes no options but runc's.
+    if given.type_url == task.LEGACY_RUNC_OPTIONS:
+        options = task.LegacyRuncOptions.decode(given.value).modern()
+    elif given.type_url == task.GENERIC_OPTIONS:
+        from shim import runtimeoptions
+
+        options = runtimeoptions.read(task.GenericOptions.decode(given.value))
+    else:
         raise ShimError(
-            f"the runtime options are of type {request.options.type_url}; fermata takes runc's, {task.RUNC_OPTIONS}",
+            f"the runtime options are of type {given.type_url}; fermata takes runc's, {task.RUNC_OPTIONS}",
             INVALID_ARGUMENT,
         )
-    return task.RuncOptions.decode(request.options.value)
+    request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
+    return options
 
 
 def _checkpoint_options(request: task.CheckpointTaskRequest) -> task.CheckpointOptions:

@@ -15,6 +15,7 @@ SERVICES = ("containerd.task.v2.Task", "containerd.task.v3.Task")
 RUNC_OPTIONS = "containerd.runc.v1.Options"
 LEGACY_RUNC_OPTIONS = "containerd.linux.runc.CreateOptions"
 CHECKPOINT_OPTIONS = "containerd.runc.v1.CheckpointOptions"
+GENERIC_OPTIONS = "runtimeoptions.v1.Options"
 LEGACY_CHECKPOINT_OPTIONS = "containerd.linux.runc.CheckpointOptions"
 
 # StateResponse.status
@@ -95,6 +96,18 @@ class LegacyRuncOptions(Message):
     def modern(self) -> RuncOptions:
         """The same options as runc's shim knows them."""
         return RuncOptions(**{name: getattr(self, name) for name, _ in self.FIELDS.values()})
+
+
+class GenericOptions(Message):
+    """The options that containerd's CRI plugin sends to any runtime but `io.containerd.runc.v2`.
+
+    `config_body` is the table `options` of the runtime in containerd's configuration, as TOML; `config_path` the value
+    of its key ConfigPath, where it has one. Source: containerd's api/types/runtimeoptions/v1/api.proto.
+    """
+
+    FIELDS = {1: ("type_url", str), 2: ("config_path", str), 3: ("config_body", bytes)}
+    config_path: str
+    config_body: bytes
 
 
 class ExecRequest(Message):
