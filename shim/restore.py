@@ -100,6 +100,7 @@ def apply_layer(manifest: manifests.Manifest, source: str, container: Container,
             upper,
             digest=str(layer.get("digest")),
             replace=explicit,
+            keep_old=True,
             xattr_prefix=container.rootfs.xattr_prefix,
         )
     except layerwriter.LayerError as error:
