@@ -139,6 +139,28 @@ def test_a_snapshot_that_cannot_be_restored_is_refused(node, bad, damage):
     assert re.fullmatch(rf"ctr: (failed to create shim task: )?{re.escape(sentence)}.*", said), said
 
 
+def test_a_restore_that_fails_leaves_the_writable_layer_as_it_was(node, bad):
+    core = next(bad.glob("core-1.img"))
+    core.write_bytes(bytes(core.stat().st_size))
+    snapshots = node.path("/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots")
+    before = set(snapshots.iterdir())
+    done = node.ctr(
+        *("run", "--detach", "--runtime", OURS, *MOUNT, *restoring(BAD), IMAGE, "two", "true"), check=False, timeout=20
+    )
+    assert done.returncode == 1
+    assert f"restore of {BAD} failed: CRIU: " in done.stderr
+    node.ctr("tasks", "delete", "--force", "two", check=False)
+    (made,) = set(snapshots.iterdir()) - before
+    assert sorted(path.name for path in made.iterdir()) == ["fs", "work"]
+    assert list((made / "fs").iterdir()) == []
+    assert leftovers(node) == []
+    # So it can be tried again, with the whole snapshot in that place.
+    shutil.copyfile(f"{node.path(GOOD)}/core-1.img", core)
+    node.ctr("tasks", "start", "--detach", "two")
+    assert (node.path(f"/proc/{pid(node, 'two')}/root") / "file").read_text() == "kept"
+    remove(node, "two")
+
+
 def test_all_that_is_wrong_is_named_at_once(node, bad):
     rewritten(bad, lambda manifest: manifest["requires"].update(architecture="sparc64"))
     next(bad.glob("layer.tar*")).unlink()
