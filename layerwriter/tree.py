@@ -221,8 +221,9 @@ def _fill_file(item: Item, directory: int, name: str, contents: bool) -> None:
 def _digest(fd: int, size: int) -> str:
     """The SHA-256 of a file's content, where runs of zeros count as their place: a hole and zeros are one content."""
     total = sha256(b"%d" % size)
+    at = 0
     for offset, length in extents(fd, size):
-        at, end = offset - offset % _CHUNK, offset + length
+        at, end = max(at, offset - offset % _CHUNK), offset + length
         while at < end:
             part = os.pread(fd, _CHUNK, at)
             if part != _ZEROS[: len(part)]:
