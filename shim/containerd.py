@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import os
 
-from shim.errors import FAILED_PRECONDITION, NOT_FOUND, UNAVAILABLE, ShimError
+from shim.errors import (
+    ALREADY_EXISTS,
+    FAILED_PRECONDITION,
+    INVALID_ARGUMENT,
+    NOT_FOUND,
+    UNAVAILABLE,
+    UNKNOWN,
+    ShimError,
+)
 from shim.task import Mount
 from shim.ttrpc import AnyMessage
 from shim.wire import Message
@@ -134,6 +142,14 @@ class LeaseRequest(Message):
     labels: list[Label]
 
 
+class LeaseDeletion(Message):
+    """Leases.Delete; with `sync` the answer comes when what the lease alone kept is gone."""
+
+    FIELDS = {1: ("id", str), 2: ("sync", bool)}
+    id: str
+    sync: bool
+
+
 class CheckpointTaskRequest(Message):
     """Tasks.Checkpoint."""
 
@@ -250,7 +266,7 @@ class Client:
                 f"containerd does not answer at {self._address}: start it, or name its socket with --address",
                 UNAVAILABLE,
             )
-        return ShimError(str(error.details()), code)
+        return ShimError(_own_words(str(error.details()), code), code)
 
     def version(self) -> str:
         """containerd's version, such as v2.1.9."""
@@ -315,6 +331,21 @@ class Client:
             return self.chain(_for_this_machine(manifest, digest))
         layers = json.loads(self.blob(manifest["config"]["digest"]))["rootfs"]["diff_ids"]
         return chain_id(layers)
+
+
+# What containerd puts around an error that passes through it (its pkg/errdefs).
+_CODE_NAMES = {
+    INVALID_ARGUMENT: "invalid argument",
+    NOT_FOUND: "not found",
+    ALREADY_EXISTS: "already exists",
+    FAILED_PRECONDITION: "failed precondition",
+    UNKNOWN: "unknown",
+}
+
+
+def _own_words(text: str, code: int) -> str:
+    """A sentence of the shim's without what containerd put around it."""
+    return text.removeprefix("failed to create shim task: ").removesuffix(f": {_CODE_NAMES.get(code)}")
 
 
 def _for_this_machine(index: dict[str, Any], digest: str) -> str:

@@ -14,7 +14,7 @@ from shim import RUNTIME, containerd
 from shim import manifest as manifests
 from shim.errors import ALREADY_EXISTS, FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, ShimError
 from shim.host import older, size
-from shim.state import check_identifier
+from shim.state import State, check_identifier
 from shim.task import CHECKPOINT_OPTIONS, CheckpointOptions
 from shim.ttrpc import AnyMessage
 from shim.wire import Message
@@ -91,6 +91,7 @@ def checkpoint(args: argparse.Namespace) -> int:
     began = time.monotonic()
     with containerd.connect(args) as client:
         container = client.container(args.container)
+        _refuse_others(container, args.namespace)
         options = CheckpointOptions(exit=args.exit, image_path=directory)
         request = containerd.CheckpointTaskRequest(
             container_id=container.id, options=AnyMessage(type_url=CHECKPOINT_OPTIONS, value=options.encode())
@@ -108,19 +109,13 @@ def checkpoint(args: argparse.Namespace) -> int:
         except ShimError as error:
             # containerd 1.7 packs an empty directory of its own and the specification into its content store, although
             # the images went elsewhere, and fails when a blob like one of them is there already.
+            # The lease takes away what it packed.
             done = not before and os.path.exists(f"{directory}/{manifests.NAME}")
             if not (packs and done and error.code == ALREADY_EXISTS):
                 raise
         finally:
-            if packs:  # and what was packed goes with it
-                client.call("Leases", "Delete", containerd.ById(name=client.lease), Message)
-        if not os.path.exists(f"{directory}/{manifests.NAME}"):
-            runtime = container.runtime.name if container.runtime else "?"
-            raise ShimError(
-                f"container {container.id} runs under {runtime}, which wrote no snapshot of fermata's to {directory}: "
-                f"run it under {RUNTIME}",
-                FAILED_PRECONDITION,
-            )
+            if packs:
+                client.call("Leases", "Delete", containerd.LeaseDeletion(id=client.lease, sync=True), Message)
         manifests.amend(directory, _what_containerd_knows(client, container, version))
     manifest = manifests.read(directory)
     seconds = time.monotonic() - began
@@ -131,6 +126,17 @@ def checkpoint(args: argparse.Namespace) -> int:
         steps = ", ".join(f"{name} {took:.2f} s" for name, took in manifest.steps.items() if name != "total")
         print(f"{directory}: {size(total)} in {seconds:.2f} s ({steps})")
     return 0
+
+
+def _refuse_others(container: containerd.Container, namespace: str) -> None:
+    """Raise ShimError for a container that another shim serves: it would do who knows what, and with --exit end it."""
+    if not os.path.isdir(State(namespace, container.id).path):
+        runtime = container.runtime.name if container.runtime else "another runtime"
+        raise ShimError(
+            f"no shim of fermata's serves the container {container.id}, whose runtime is {runtime}: start it, under "
+            f"{RUNTIME}",
+            FAILED_PRECONDITION,
+        )
 
 
 def _what_containerd_knows(client: containerd.Client, container: containerd.Container, version: str) -> dict[str, Any]:
@@ -211,7 +217,7 @@ def restore(args: argparse.Namespace) -> int:
         try:
             pid = _create(client, args, recorded, spec, image=image, digest=digest)
         finally:
-            client.call("Leases", "Delete", containerd.ById(name=client.lease), Message)
+            client.call("Leases", "Delete", containerd.LeaseDeletion(id=client.lease), Message)
     seconds = time.monotonic() - began
     if args.json:
         _print_json({"container": args.id, "namespace": args.namespace, "pid": pid, "seconds": round(seconds, 3)})
@@ -271,7 +277,10 @@ def adapt(spec: dict[str, Any], manifest: Manifest, directory: str, args: argpar
             f"`ctr run --tty --annotation fermata/restore-from={directory} …`",
             FAILED_PRECONDITION,
         )
-    annotations = {**(spec.get("annotations") or {}), "fermata/restore-from": directory}
+    # Neither the snapshot that the recorded container was restored from, nor one that its pod names for it.
+    recorded = (spec.get("annotations") or {}).items()
+    annotations = {key: value for key, value in recorded if not key.startswith("fermata/restore-from")}
+    annotations["fermata/restore-from"] = directory
     annotations.pop("fermata/check", None)
     if args.force:
         annotations["fermata/check"] = "warn"
