@@ -81,6 +81,7 @@ def test_sockets_and_the_nodes_own_labels_stay_here(upper):
     os.setxattr(upper / "a/small", "user.kept", b"1")
     os.setxattr(upper / "a/small", "user.a\nb", b"\0\xff")
     os.setxattr(upper / "a/small", "security.fermata", b"label")
+    os.setxattr(upper / "a/small", "trusted.fermata", b"an administrator's")
     os.setxattr(upper / "a/small", "security.capability", bytes.fromhex("0100000200200000000000000000000000000000"))
     _, data = streamed(upper)
     found = members(data)
