@@ -19,6 +19,8 @@ CHECK = "fermata/check"
 
 CRIU_CONFIG = "org.criu.config"
 CRI_CONTAINER_TYPE = "io.kubernetes.cri.container-type"
+CRI_CONTAINER_NAME = "io.kubernetes.cri.container-name"
+_OURS = "fermata/"
 
 # The values that an annotation may have; None: any value.
 _VALUES: dict[str, tuple[str, ...] | None] = {
@@ -45,6 +47,7 @@ class Bundle:
         except (OSError, ValueError) as error:
             raise ShimError(f"cannot read {self._file}: {error}", INVALID_ARGUMENT) from error
         self.original = json.dumps(self.spec)
+        self.named: set[str] = set()  # annotations that a pod has for this one of its containers: see `settle`
 
     @property
     def annotations(self) -> dict[str, str]:
@@ -63,23 +66,54 @@ class Bundle:
         """Set an annotation."""
         self.spec.setdefault("annotations", {})[key] = value
 
-    def check_annotations(self) -> None:
-        """Raise ShimError that names every `fermata/` annotation or value that is unknown."""
-        wrong = []
-        for key, value in self.annotations.items():
-            if not key.startswith("fermata/"):
-                continue
-            if key not in _VALUES:
-                wrong.append(f"unknown annotation {key} (there are {', '.join(sorted(_VALUES))})")
-            elif (allowed := _VALUES[key]) and value not in allowed:
-                wrong.append(f"annotation {key} is {value!r}, it can be {' or '.join(allowed)}")
-        source = self.annotations.get(RESTORE_FROM)
-        if source is not None and not source.startswith("/"):
-            wrong.append(
-                f"annotation {RESTORE_FROM} is {source!r}, it must be the absolute path of a snapshot directory"
-            )
+    def settle(self) -> None:
+        """Reduce the `fermata/` annotations to those that are meant for this container.
+
+        A pod's annotations reach all of its containers. `fermata/KEY.NAME` is meant for the container of that name and
+        counts more than `fermata/KEY`, which is meant for every one. The pause container, which is nobody's snapshot
+        and holds the pod's namespaces, is left alone by all of them.
+
+        Raises ShimError that names every annotation or value that is unknown.
+        """
+        annotations = self.annotations
+        pause = annotations.get(CRI_CONTAINER_TYPE) == "sandbox"
+        name = annotations.get(CRI_CONTAINER_NAME)
+        wrong: list[str] = []
+        mine: dict[str, str] = {}
+        for key in [key for key in annotations if key.startswith(_OURS)]:
+            value = annotations.pop(key)
+            general, dot, whose = key.partition(".")
+            problem = _problem(key, general, value)
+            if problem is None and dot and not pause and name is None:
+                problem = f"annotation {key} names a container of a pod, and this one is in none: leave out .{whose}"
+            if problem is not None:
+                wrong.append(problem)
+            elif dot and whose == name:
+                self.named.add(general)
+                mine[general] = value
+            elif not dot and general not in self.named:
+                mine[general] = value
         if wrong:
             raise ShimError("; ".join(wrong), INVALID_ARGUMENT)
+        if not pause:
+            annotations.update(mine)
+
+    def check_recorded_name(self, source: str, taken: dict[str, Any]) -> None:
+        """Raise ShimError where a pod's annotation would restore one container's snapshot into another container.
+
+        `taken` is the manifest of the snapshot in the directory `source`. An annotation that names this container may
+        do that: it is meant.
+        """
+        name = self.annotations.get(CRI_CONTAINER_NAME)
+        spec = taken.get("spec")
+        recorded = ((spec.get("annotations") if isinstance(spec, dict) else None) or {}).get(CRI_CONTAINER_NAME)
+        if name and recorded and name != recorded and RESTORE_FROM not in self.named:
+            raise ShimError(
+                f"annotation {RESTORE_FROM} is meant for every container of the pod, and {source} was taken of a "
+                f"container {recorded!r}, while this one is {name!r}: annotate the pod with {RESTORE_FROM}.{recorded} "
+                f"(or with {RESTORE_FROM}.{name}, if it is this one that shall be restored)",
+                INVALID_ARGUMENT,
+            )
 
     def leave_cgroup(self, taken: dict[str, Any], namespace: str, container_id: str) -> None:
         """Have the container that the spec came from keep its cgroup to itself.
@@ -108,3 +142,17 @@ class Bundle:
         with open(fd, "w", encoding="utf-8") as file:
             json.dump(self.spec, file)
         os.rename(f"{self._file}.fermata", self._file)
+
+
+def _problem(key: str, general: str, value: str) -> str | None:
+    """What is wrong with an annotation, if anything; `general` is its key without a container's name."""
+    if general not in _VALUES:
+        return f"unknown annotation {key} (there are {', '.join(sorted(_VALUES))})"
+    if key.endswith("."):
+        return f"annotation {key} ends with a dot: the name of a container of the pod goes there"
+    allowed = _VALUES[general]
+    if allowed and value not in allowed:
+        return f"annotation {key} is {value!r}, it can be {' or '.join(allowed)}"
+    if general == RESTORE_FROM and not value.startswith("/"):
+        return f"annotation {key} is {value!r}, it must be the absolute path of a snapshot directory"
+    return None

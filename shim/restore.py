@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layerwriter import Applied
+    from shim.bundle import Bundle
     from shim.config import Config
     from shim.log import Log
     from shim.snapshot import Container
@@ -56,8 +57,10 @@ class Timeline:
             json.dump(data, file)
 
 
-def check(source: str, container: Container, spec: dict[str, Any], config: Config, log: Log) -> manifests.Manifest:
-    """Read a snapshot and compare it with the new container and this node.
+def check(
+    source: str, container: Container, bundle: Bundle, config: Config, log: Log, *, explicit: bool
+) -> manifests.Manifest:
+    """Read a snapshot and compare it with the new container and this node. `explicit`: the client itself names it.
 
     Raises ShimError that names everything that does not fit, at once; a container annotated `fermata/check: warn` has
     it in the log instead.
@@ -65,7 +68,9 @@ def check(source: str, container: Container, spec: dict[str, Any], config: Confi
     from shim.check import findings, refuse
 
     manifest = manifests.read(source)
-    found = findings(source, manifest, config, spec, container.rootfs)
+    if not explicit:
+        bundle.check_recorded_name(source, manifest.data)
+    found = findings(source, manifest, config, bundle.spec, container.rootfs)
     if container.check == "refuse":
         refuse(source, found)
     for finding in found:

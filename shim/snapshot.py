@@ -84,7 +84,7 @@ class SnapshotShim(RuncShim):
         if request.id in self._containers:
             return self.forward(call)  # the stock shim refuses it; what is the first one's must stay
         bundle = bundles.Bundle(request.bundle)
-        bundle.check_annotations()
+        bundle.settle()
         state = State(self._namespace, request.id)
         container = Container(state, bundle, Rootfs(request.rootfs))
         container.service = call.request.service
@@ -139,7 +139,7 @@ class SnapshotShim(RuncShim):
         container.restore_source = source
         container.timeline = timeline = restore.Timeline()
         explicit = bool(request.checkpoint or options.criu_image_path)
-        manifest = restore.check(source, container, bundle.spec, self.config, self.log)
+        manifest = restore.check(source, container, bundle, self.config, self.log, explicit=explicit)
         timeline.step("check")
         bundle.leave_cgroup(manifest.data, container.state.namespace, container.state.id)
         container.restore_gpu = manifest.data.get("gpu")
@@ -359,8 +359,6 @@ def _restore_source(request: task.CreateTaskRequest, options: task.RuncOptions, 
     """
     by_client = request.checkpoint or options.criu_image_path
     by_annotation = bundle.annotations.get(bundles.RESTORE_FROM)
-    if bundle.annotations.get(bundles.CRI_CONTAINER_TYPE) == "sandbox":
-        by_annotation = None  # a pod's annotations reach its pause container too, which is nobody's snapshot
     if by_client and by_annotation and os.path.realpath(by_client) != os.path.realpath(by_annotation):
         raise ShimError(
             f"two snapshots to restore from: the client names {by_client}, the annotation {bundles.RESTORE_FROM} names "

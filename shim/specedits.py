@@ -13,9 +13,17 @@ if TYPE_CHECKING:
 
 IO_URING = "fermata/io-uring"
 VLLM_WORKERS = "fermata/vllm-workers"
+SHM = "fermata/shm"
 
-VALUES: dict[str, tuple[str, ...]] = {IO_URING: ("refuse", "allow"), VLLM_WORKERS: ("spawn", "keep")}
+VALUES: dict[str, tuple[str, ...]] = {
+    IO_URING: ("refuse", "allow"),
+    VLLM_WORKERS: ("spawn", "keep"),
+    SHM: ("own", "pod"),
+}
 """The annotations that switch the edits, with the values that they may have; the first is the default."""
+
+_CRI_TYPE = "io.kubernetes.cri.container-type"
+_SHM_PATH = "/dev/shm"
 
 _IO_URING_CALLS = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 # The answer of a kernel without io_uring. Programs and libraries that use it (libuv, liburing's users, databases) meet
@@ -70,7 +78,53 @@ def apply(spec: dict[str, Any], *, machine: str | None = None) -> list[Edit]:
         text = _spawn_vllm_workers(spec)
         if text is not None:
             edits.append(Edit(VLLM_WORKERS, text))
+    if annotations.get(SHM, "own") == "own" and annotations.get(_CRI_TYPE) == "container":
+        text = _own_shared_memory(spec)
+        if text is not None:
+            edits.append(Edit(SHM, text))
     return edits
+
+
+def mounts_as_given(original: dict[str, Any], edited: dict[str, Any]) -> list[dict[str, Any]]:
+    """The mounts of a specification as the client gave them, but those whose type `apply` has changed since."""
+    before, after = original.get("mounts") or [], edited.get("mounts") or []
+    if len(before) != len(after):
+        return list(after)
+    return [new if new.get("type") != old.get("type") else old for old, new in zip(before, after)]
+
+
+def _own_shared_memory(spec: dict[str, Any]) -> str | None:
+    """A container of a pod gets a /dev/shm of its own, of the size of the pod's.
+
+    The pod's is a tmpfs that its first container holds, bind-mounted: to CRIU a file system of somebody else's, whose
+    files it expects to find again. They end with the pod, and with them every POSIX semaphore and shared tensor. A tmpfs
+    of the container's own is dumped with it. An emptyDir in memory, which is how a pod gets a larger one, is the same.
+    """
+    for mount in spec.get("mounts") or []:
+        source = str(mount.get("source"))
+        # The node's own (hostIPC) is shared with processes outside the pod on purpose.
+        if mount.get("destination") != _SHM_PATH or mount.get("type") != "bind" or source == _SHM_PATH:
+            continue
+        size = _size_of_tmpfs(source)
+        if size is None:
+            return None
+        mount.update(type="tmpfs", source="shm", options=["nosuid", "noexec", "nodev", "mode=1777", f"size={size}k"])
+        return f"{_SHM_PATH} is the container's own, not the pod's"
+    return None
+
+
+def _size_of_tmpfs(path: str) -> int | None:
+    """The size in KiB of the tmpfs that `path` is the root of; None when it is no such thing."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            # proc_pid_mountinfo(5): field 5 is the mount point; the type comes after a hyphen.
+            kinds = [line.partition(" - ")[2].split()[0] for line in file if line.split()[4] == os.path.realpath(path)]
+        if kinds[-1:] != ["tmpfs"]:
+            return None
+        status = os.statvfs(path)
+    except OSError:
+        return None  # runc says what it thinks of such a source
+    return status.f_blocks * status.f_frsize >> 10
 
 
 def _refuse_io_uring(spec: dict[str, Any], machine: str) -> str | None:

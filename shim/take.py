@@ -260,7 +260,7 @@ class Take:
     def _describe(self) -> manifests.Manifest:
         import json
 
-        from shim import host
+        from shim import host, specedits
 
         container = self.container
         original = json.loads(container.original)
@@ -276,7 +276,10 @@ class Take:
             },
             "node": {"name": platform.node(), "containerd": host.program_version("containerd")},
             "requires": manifests.requirements(
-                original, container.rootfs, self.directory, ".".join(map(str, self._criu.version))
+                {**original, "mounts": specedits.mounts_as_given(original, container.spec)},
+                container.rootfs,
+                self.directory,
+                ".".join(map(str, self._criu.version)),
             ),
             "files": manifests.files(self.directory),
             "edits": [{"annotation": annotation, "text": text} for annotation, text in container.edits],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
 
 import pytest
 
-from shim.specedits import IO_URING, VALUES, VLLM_WORKERS, apply
+from shim.specedits import IO_URING, SHM, VALUES, VLLM_WORKERS, apply, mounts_as_given
 
 CALLS = ["io_uring_setup", "io_uring_enter", "io_uring_register"]
 ALLOW = "SCMP_ACT_ALLOW"
@@ -116,7 +118,11 @@ def test_each_edit_is_switched_off_by_its_annotation():
     assert found == before
     assert [edit.annotation for edit in apply(spec(annotations={IO_URING: "allow"}))] == [VLLM_WORKERS]
     assert [edit.annotation for edit in apply(spec(annotations={VLLM_WORKERS: "keep"}))] == [IO_URING]
-    assert {name: values[0] for name, values in VALUES.items()} == {IO_URING: "refuse", VLLM_WORKERS: "spawn"}
+    assert {name: values[0] for name, values in VALUES.items()} == {
+        IO_URING: "refuse",
+        VLLM_WORKERS: "spawn",
+        SHM: "own",
+    }
 
 
 def test_a_second_time_changes_nothing():
@@ -131,3 +137,48 @@ def test_a_second_time_changes_nothing():
 def test_a_specification_without_the_parts_is_left_alone(empty):
     apply(empty)
     assert "seccomp" not in (empty.get("linux") or {})
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """The root of a tmpfs of 8 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    made = tmp_path / "shm"
+    made.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "shm", made], check=True, timeout=10)
+    yield str(made)
+    subprocess.run(["umount", made], check=True, timeout=10)
+
+
+def in_pod(source, kind="container", destination="/dev/shm", **annotations):
+    found = spec(annotations={"io.kubernetes.cri.container-type": kind, **annotations})
+    found["mounts"] = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": destination, "type": "bind", "source": source, "options": ["rbind"]},
+    ]
+    return found
+
+
+def test_a_container_of_a_pod_gets_a_dev_shm_of_its_own_as_large_as_the_pods(tmpfs):
+    found = in_pod(tmpfs)
+    assert SHM in [edit.annotation for edit in apply(found)]
+    options = ["nosuid", "noexec", "nodev", "mode=1777", "size=8192k"]
+    assert found["mounts"][1] == {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": options}
+    assert SHM not in [edit.annotation for edit in apply(found)]
+
+
+def test_a_dev_shm_that_is_no_tmpfs_of_the_pods_stays(tmpfs, tmp_path):
+    given = [in_pod(str(tmp_path)), in_pod("/dev/shm"), in_pod(tmpfs, "sandbox"), in_pod(tmpfs, destination="/data")]
+    for found in (*given, in_pod(tmpfs, **{SHM: "pod"}), in_pod(f"{tmpfs}/gone")):
+        before = copy.deepcopy(found["mounts"])
+        apply(found)
+        assert found["mounts"] == before
+
+
+def test_mounts_are_recorded_as_given_but_where_their_type_was_changed(tmpfs):
+    found = in_pod(tmpfs)
+    original = copy.deepcopy(found)
+    apply(found)
+    found["mounts"][0]["source"] = "a copy of ours"
+    assert mounts_as_given(original, found) == [original["mounts"][0], found["mounts"][1]]
