@@ -223,20 +223,26 @@ def _runtime(daemon: Containerd | None) -> Iterator[Line]:
         return
     if "io.containerd.grpc.v1.cri" in _disabled(configured) or "io.containerd.cri.v1.runtime" in _disabled(configured):
         yield Line("ok", "runtime class", "the CRI plugin is disabled: ctr and nerdctl name the runtime themselves")
-    elif RUNTIME in configured:
-        where = _files_naming_the_runtime(daemon.config)
-        yield Line("ok", "runtime class", f"configured in {', '.join(where) or daemon.config}")
-    else:
-        plugin = "io.containerd.cri.v1.runtime"  # of containerd 2
-        if plugin not in configured:
-            plugin = "io.containerd.grpc.v1.cri"
+    elif RUNTIME not in configured:
+        version = 3 if "io.containerd.cri.v1.runtime" in configured else 2
         yield Line(
             "warning",
             "runtime class",
             "containerd's configuration names no runtime of fermata's, so the kubelet cannot use it",
-            f"add to {daemon.config}: [plugins.'{plugin}'.containerd.runtimes.fermata] runtime_type = '{RUNTIME}', "
-            "then systemctl restart containerd",
+            f"add what packaging/containerd/fermata-v{version}.toml has to {daemon.config}, then systemctl restart "
+            "containerd",
         )
+    elif "fermata/" not in configured:
+        yield Line(
+            "warning",
+            "runtime class",
+            "containerd lets no annotation of a pod through to fermata, so a pod cannot be restored by one",
+            "set pod_annotations and container_annotations of the runtime to ['fermata/*'], then systemctl restart "
+            "containerd",
+        )
+    else:
+        where = _files_naming_the_runtime(daemon.config)
+        yield Line("ok", "runtime class", f"configured in {', '.join(where) or daemon.config}")
 
 
 def _dumped(daemon: Containerd) -> str | None:
