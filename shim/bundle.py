@@ -123,8 +123,7 @@ class Bundle:
         that does not end with a container's id is the operator's own and stays.
         """
         linux = self.spec.get("linux")
-        path = linux.get("cgroupsPath") if isinstance(linux, dict) else None
-        if not isinstance(path, str):
+        if not isinstance(linux, dict) or not isinstance(path := linux.get("cgroupsPath"), str):
             return
         separator = ":" if ":" in path else "/"  # systemd's form is slice:prefix:name
         parent, found, name = path.rpartition(separator)

@@ -90,7 +90,7 @@ class Take:
         self.log("info", "taking a snapshot", container=container.state.id, directory=self.directory, logs=logs)
         request = task.CheckpointTaskRequest(id=container.state.id, path=self.directory)
         self.options.image_path = ""
-        self.options.work_path = logs
+        asked, self.options.work_path = self.options.work_path, logs
         request.options = AnyMessage(type_url=task.CHECKPOINT_OPTIONS, value=self.options.encode())
         path = network.path_of(container.spec, container.bundle)
         container.state.write(HOOK_RECORD, socket_path(self.directory))
@@ -124,7 +124,23 @@ class Take:
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         self._frozen = criu.frozen_seconds(logs)
         criu.trim(f"{logs}/dump.log")
+        if asked:
+            self._copy_logs(logs, asked)
         return response
+
+    def _copy_logs(self, logs: str, directory: str) -> None:
+        """Leave CRIU's log and statistics where the client wants them: the CRI plugin packs them into its archive."""
+        import shutil
+
+        for name in ("dump.log", "stats-dump"):
+            if os.path.exists(f"{logs}/{name}"):
+                try:
+                    os.makedirs(directory, mode=0o700, exist_ok=True)
+                    shutil.copyfile(f"{logs}/{name}", f"{directory}/{name}")
+                except OSError as error:
+                    self.log(
+                        "warning", "a log cannot be copied to the client's work path", path=directory, error=error
+                    )
 
     def _log_network(self, note: str) -> None:
         self.log("info", note, container=self.container.state.id)
