@@ -87,6 +87,12 @@ def main(words: Sequence[str]) -> int:
     except (ShimError, OSError) as error:
         print(f"fermata: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        import traceback
+
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        print(f"fermata: a fault in fermata itself: {error!r}, {frame.filename}:{frame.lineno}", file=sys.stderr)
+        return 1
 
 
 def _run_stock(arguments: Arguments) -> Action:
@@ -120,13 +126,17 @@ def _info(arguments: Arguments) -> int:
 def _start(arguments: Arguments) -> int:
     namespace, container_id = arguments.required("namespace"), arguments.required("id")
     action = _run_stock(arguments)
-    # While the stock shim starts, which takes it longer than all these imports: what this needs, and what the daemon
-    # does.
-    import ctypes  # noqa: F401
+    try:
+        # While the stock shim starts, which takes it longer than all these imports: what this needs, and what the
+        # daemon does.
+        import ctypes  # noqa: F401
 
-    from shim import cleanup, client, config, log, netns, runc, snapshot, state, stock  # noqa: F401
+        from shim import cleanup, client, config, log, netns, runc, snapshot, state, stock  # noqa: F401
 
-    settings = config.load()
+        settings = config.load()
+    except BaseException:
+        _end_started(action)
+        raise
     status, out = action.finish()
     if status:
         return status
@@ -148,6 +158,15 @@ def _start(arguments: Arguments) -> int:
         raise
     _write(1, answer.with_address(f"unix://{our_path}"))
     return 0
+
+
+def _end_started(action: Action) -> None:
+    """End the stock shim that a `start` which cannot be finished has started."""
+    from shim import client, stock
+
+    status, out = action.finish()
+    if status == 0:
+        stock.end_unused(client.socket_path(stock.Bootstrap(out).address))
 
 
 def _address_for(stock_path: str) -> str:
