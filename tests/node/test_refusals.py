@@ -326,3 +326,48 @@ def test_a_full_disk_under_the_state_directory_is_an_answer(node):
     ) in done.stderr
     node.ctr("containers", "delete", "two")
     assert leftovers(node) == []
+
+
+@contextlib.contextmanager
+def planted(node, module, text):
+    """A fault in the installed fermata: a module that raises as soon as it is needed."""
+    file = node.path(f"/usr/local/lib/fermata/shim/{module}.py")
+    whole = file.read_text()
+    file.write_text(text)
+    try:
+        yield
+    finally:
+        file.write_text(whole)
+        node.install()
+
+
+FAULT = "raise RuntimeError('planted')\n"
+
+
+def test_a_fault_in_a_call_is_its_answer_and_the_container_goes_on(node, good):
+    with planted(node, "take", FAULT):
+        start(node, "one")
+        with pytest.raises(
+            CallFailed, match="^Checkpoint: a fault in fermata itself: RuntimeError\\('planted'\\); see"
+        ):
+            Shim(node, "one").checkpoint("/srv/none")
+        assert status(node, "one") == "RUNNING"
+        remove(node, "one")
+    with planted(node, "restore", FAULT):
+        said = refusal(node, *MOUNT, *restoring(GOOD))
+        assert "Create: a fault in fermata itself: RuntimeError('planted'); see containerd's log" in said
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        FAULT,
+        # Met only by the daemon, whose address containerd has been told by then.
+        "class SnapshotShim:\n    def __init__(self, *given):\n        raise RuntimeError('planted')\n",
+    ],
+    ids=["start", "daemon"],
+)
+def test_a_shim_that_cannot_start_leaves_no_stock_shim(node, fault):
+    with planted(node, "snapshot", fault):
+        said = refusal(node)
+    assert fault != FAULT or "fermata: a fault in fermata itself: RuntimeError('planted'), /usr/local/" in said
