@@ -13,7 +13,7 @@ TOOLS = pytest pytest-timeout hypothesis protobuf "mypy>=2.4,<3" "ruff>=0.17,<0.
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
 
-.PHONY: test lint unit node demo install uninstall clean programs
+.PHONY: test lint unit node bench demo install uninstall clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts.
 test: $(VENV)/ready
@@ -29,6 +29,11 @@ unit: $(VENV)/ready
 
 node: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/node
+
+# Ratios against the stock runtime; no verdict.
+bench: programs
+	$(PYTHON) bench/shim.py
+	$(PYTHON) bench/take.py
 
 demo: programs
 	$(PYTHON) packaging/demo/demo.py

@@ -6,9 +6,9 @@ median and the least of each, and their ratio. The figures are no verdict, and t
     python3 bench/shim.py [--stack sid] [--node NAME] [--rounds 30]
 
 A restore is measured twice. By a client: `ctr run` with the annotation, and under the stock runtime the one way that
-it has, `ctr c restore --live`. And at the shims, called as containerd calls them, for the very same images: `start`, Create
-and Start, by the annotation under fermata and by the field `checkpoint` under the stock shim, which is given a fresh
-network namespace as well, for nothing.
+it has, `ctr c restore --live`. And at the shims, called as containerd calls them, for the very same images: `start`,
+Create and Start, by the annotation under fermata and by the field `checkpoint` under the stock shim, which is given a
+fresh network namespace as well, for nothing.
 """
 
 from __future__ import annotations
