@@ -18,8 +18,8 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "packaging")]
 
-from node import Node
-from node.containers import IMAGE, OURS, STOCK, pid
+from node import Node  # noqa: E402 (the path comes first)
+from node.containers import IMAGE, OURS, STOCK, pid  # noqa: E402
 
 # Random bytes: nothing on the way can make them smaller.
 PROGRAM = """
