@@ -434,10 +434,10 @@ class _Taking:
     def run(self) -> Out:
         began = time.monotonic()
         driver = self._open_driver()
-        self._steps["gpu_driver"] = time.monotonic() - began
         try:
             _require(driver)
             gpus = driver.call("inventory")["gpus"]
+            self._steps["gpu_driver"] = time.monotonic() - began  # what is left of its getting ready
             # Processes may be started while others are moved: what is new is moved in a further round.
             for _ in range(3):
                 if not self._round(driver):
@@ -594,7 +594,6 @@ def bring_back(
     steps: dict[str, float] = {}
     began = time.monotonic()
     driver = open_driver()
-    steps["gpu_driver"] = time.monotonic() - began
     what = f"the GPU state of container {task.id} cannot be moved back"
     try:
         _require(driver)
@@ -602,6 +601,7 @@ def bring_back(
         states = driver.call("state", pids=[user.pid for user in present])["results"]
         held = [user for user, result in zip(present, states, strict=True) if result.get("value") == 2]
         gpus = driver.call("inventory")["gpus"]
+        steps["gpu_driver"] = time.monotonic() - began  # what is left of its getting ready
         seen: set[int] = set()
         for user in held:
             seen |= minors(user.pid, proc)
