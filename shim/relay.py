@@ -194,29 +194,30 @@ class Relay:
         try:
             _thread.start_new_thread(self._run, (handler, call, side, frame.stream))
         except RuntimeError as error:  # no more threads to be had
-            self._answer(side, frame.stream, ttrpc.Response.failure(RESOURCE_EXHAUSTED, f"{request.method}: {error}"))
+            failure = ttrpc.Response.failure(RESOURCE_EXHAUSTED, f"{request.method}: {error}")
+            self._answer(side, frame.stream, failure.encode())
         return True
 
     def _run(self, handler: Handler, call: Call, side: _Side, stream: int) -> None:
         method = call.request.method
         try:
-            response = handler(call)
+            answer = handler(call).encode()
         except ShimError as error:
             self._log("error", f"{method} failed", error=error)
-            response = ttrpc.Response.failure(error.code, str(error))
+            answer = ttrpc.Response.failure(error.code, str(error)).encode()
         except WireError as error:
-            response = ttrpc.Response.failure(INTERNAL, f"{method}: the request cannot be read: {error}")
+            answer = ttrpc.Response.failure(INTERNAL, f"{method}: the request cannot be read: {error}").encode()
         except BaseException as error:
             import traceback
 
             self._log("error", f"{method}: a fault in the shim itself", trace=traceback.format_exc()[-3000:])
-            response = ttrpc.Response.failure(
+            answer = ttrpc.Response.failure(
                 INTERNAL, f"{method}: a fault in fermata itself: {error!r}; see containerd's log"
-            )
-        self._answer(side, stream, response)
+            ).encode()
+        self._answer(side, stream, answer)
 
-    def _answer(self, side: _Side, stream: int, response: ttrpc.Response) -> None:
-        data = ttrpc.Frame(stream, ttrpc.RESPONSE, 0, response.encode()).encode()
+    def _answer(self, side: _Side, stream: int, answer: bytes) -> None:
+        data = ttrpc.Frame(stream, ttrpc.RESPONSE, 0, answer).encode()
         with self._lock:
             self._answers.append((side, data))
             self._running -= 1

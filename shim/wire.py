@@ -160,6 +160,9 @@ def _decode_value(owner: type[Message], name: str, kind: Any, wire_type: int, va
 def _encode_value(number: int, value: Any) -> bytes:
     if isinstance(value, int):  # bool too
         return varint(number << 3 | VARINT) + varint(value)
-    if isinstance(value, (str, Message)):
+    if isinstance(value, str):
+        # A file's name may hold bytes that are no text, and an error that quotes it has to be sent all the same.
+        value = value.encode("utf-8", "backslashreplace")
+    elif isinstance(value, Message):
         value = value.encode()
     return delimited(number, value)

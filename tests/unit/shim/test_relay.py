@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
@@ -75,6 +76,9 @@ def relay(tmp_path):
     def break_down(call):
         raise ZeroDivisionError("a fault")
 
+    def bytes_in_a_name(call):
+        raise ShimError(os.fsdecode(b"no file a\xffb"), NOT_FOUND)
+
     def wait(call):
         assert release.wait(20)
         return ttrpc.Response(payload=b"waited")
@@ -84,6 +88,8 @@ def relay(tmp_path):
         "Refuse": refuse,
         "Break": break_down,
         "Wait": wait,
+        "Unsendable": lambda call: ttrpc.Response(payload=object()),
+        "Bytes": bytes_in_a_name,
     }
     with (tmp_path / "log").open("wb") as log:
         served = Relay(
@@ -137,6 +143,14 @@ def test_a_fault_of_our_own_is_answered_and_logged(relay, client):
     assert "ZeroDivisionError" in status.message
     assert b"in break_down" in relay.log_file.read_bytes()
     assert _call(client, "State").ok
+
+
+def test_an_answer_that_cannot_be_sent_is_a_fault_that_is_answered(client):
+    assert "a fault in fermata itself" in _call(client, "Unsendable").status.message
+
+
+def test_bytes_that_are_no_text_are_shown_in_an_answer(client):
+    assert _call(client, "Bytes").status.message == "no file a\\udcffb"
 
 
 def test_other_calls_are_served_while_one_of_ours_takes_its_time(relay):
