@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _NAMESPACES = ("ipc", "mount", "network", "pid", "user", "uts")
 _AGAIN = "copy the snapshot again, whole"
+_SHOWN = 50
 
 
 class Finding:
@@ -55,7 +56,7 @@ def findings(
     """All that does not fit. Without `spec` only the directory and the node are looked at, without `root` no files of
     the image are."""
     requires = _object(manifest.data.get("requires"))
-    found = [*_whole(directory, manifest), *_processor(requires), *_software(requires, config)]
+    found = [*_owned(directory), *_whole(directory, manifest), *_processor(requires), *_software(requires, config)]
     if spec is not None:
         found += _mounts(requires, spec)
         found += _devices(requires, spec)
@@ -70,7 +71,10 @@ def refuse(directory: str, found: list[Finding]) -> None:
     """Raise ShimError that names all problems among the findings, if there are any."""
     problems = [finding.text for finding in found if finding.level == "problem"]
     if problems:
-        raise ShimError(f"snapshot {directory} cannot be restored here: {'; '.join(problems)}", FAILED_PRECONDITION)
+        shown = problems[:_SHOWN]
+        if len(problems) > _SHOWN:  # an answer has to fit into a message
+            shown.append(f"and {len(problems) - _SHOWN} more, which `fermata check` names")
+        raise ShimError(f"snapshot {directory} cannot be restored here: {'; '.join(shown)}", FAILED_PRECONDITION)
 
 
 def _object(value: object) -> dict[str, Any]:
@@ -84,6 +88,32 @@ def _objects(value: object) -> list[dict[str, Any]]:
 # The directory ----------------------------------------------------------------------------------------------------
 
 
+def _owned(directory: str) -> Iterator[Finding]:
+    """Who can write CRIU's images decides what root restores: whoever is not root must not."""
+    mend = f"make it root's alone, if you trust what is in it: chown -R 0:0 {directory}; chmod -R go-w {directory}"
+    try:
+        top = os.stat(directory)
+        files = list(os.scandir(directory)) if top.st_mode & 0o011 else []  # else nobody gets at them
+        theirs = [entry.name for entry in files if _others_write(entry.stat(follow_symlinks=False))]
+    except OSError as error:
+        yield _problem(f"the directory cannot be looked into: {error.strerror}")
+        return
+    if _others_write(top):
+        yield _problem(f"the directory can be written to by others than root ({_owner(top)}): {mend}")
+    elif theirs:
+        yield _problem(f"{listed(sorted(theirs), 3)} can be written to by others than root: {mend}")
+
+
+def _others_write(status: os.stat_result) -> bool:
+    if stat.S_ISLNK(status.st_mode):
+        return False  # no regular file, which is said elsewhere; its mode means nothing
+    return status.st_uid != os.geteuid() or bool(status.st_mode & 0o002 or (status.st_mode & 0o020 and status.st_gid))
+
+
+def _owner(status: os.stat_result) -> str:
+    return f"owner {status.st_uid}, group {status.st_gid}, mode {stat.S_IMODE(status.st_mode):04o}"
+
+
 def _whole(directory: str, manifest: Manifest) -> Iterator[Finding]:
     recorded = dict(_object(manifest.data.get("files")))
     recorded.setdefault("inventory.img", None)
@@ -95,13 +125,31 @@ def _whole(directory: str, manifest: Manifest) -> Iterator[Finding]:
             continue
         try:
             status = os.lstat(f"{directory}/{name}")
-        except FileNotFoundError:
+        except OSError:
             yield _problem(f"{name} is not in the directory: {_AGAIN}")
             continue
         if not stat.S_ISREG(status.st_mode):
             yield _problem(f"{name} is no regular file: {_AGAIN}")
         elif bytes_ is not None and status.st_size != bytes_:
             yield _problem(f"{name} has {status.st_size} bytes and was written with {bytes_}: {_AGAIN}")
+    yield from _unvouched(directory, recorded, "files" in manifest.data)
+
+
+def _unvouched(directory: str, recorded: dict[str, Any], complete: bool) -> Iterator[Finding]:
+    """What fermata.json does not name: CRIU would read it all the same, and waits at a FIFO for ever.
+
+    `complete`: it names every file, as it does since it names any.
+    """
+    added = []
+    for entry in os.scandir(directory):
+        if entry.name in recorded:
+            continue
+        if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
+            yield _problem(f"{entry.name} is no regular file: {_AGAIN}")
+        elif complete and entry.name.endswith(".img"):
+            added.append(entry.name)
+    if added:
+        yield _problem(f"fermata.json does not name {listed(sorted(added), 3)}, so the take did not write it: {_AGAIN}")
 
 
 # The node ---------------------------------------------------------------------------------------------------------

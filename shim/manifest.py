@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 
 from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, ShimError
 
@@ -33,7 +34,7 @@ class Manifest:
     def layer(self) -> dict[str, Any] | None:
         """The layer's entry: file, digest, size, entries, made_by; None when the snapshot carries none."""
         layer = self.data.get("layer")
-        return layer if isinstance(layer, dict) and layer.get("file") else None
+        return layer if isinstance(layer, dict) else None
 
     @property
     def steps(self) -> dict[str, float]:
@@ -89,18 +90,25 @@ def _sync(path: str) -> None:
 def read(directory: str) -> Manifest:
     """Read a snapshot's manifest and check that this version of fermata understands it.
 
-    Raises ShimError when the directory is missing, empty, holds no finished snapshot, or one of another major version.
+    Raises ShimError when the directory is missing, empty, holds no finished snapshot, or one of another major version,
+    and when the file is not what fermata writes, whoever wrote it.
     """
     try:
-        fd = os.open(f"{directory}/{NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
+        # Never another file than this directory's, and never one that keeps who opens it waiting.
+        fd = os.open(f"{directory}/{NAME}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            regular = stat.S_ISREG(os.fstat(fd).st_mode)
+            text = _read(fd) if regular else b""
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the directory's name
         raise _unreadable(directory, error) from error
-    with open(fd, "rb") as file:
-        text = file.read(_LIMIT + 1)
+    if not regular:
+        raise ShimError(f"{directory}/{NAME} is no regular file: it is not fermata's", INVALID_ARGUMENT)
     if len(text) > _LIMIT:
         raise ShimError(f"{directory}/{NAME} is larger than {_LIMIT} bytes: it is not fermata's", INVALID_ARGUMENT)
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ShimError(f"{directory}/{NAME} is damaged: {error}; take the snapshot again", INVALID_ARGUMENT) from error
     version = data.get("version") if isinstance(data, dict) else None
@@ -112,12 +120,32 @@ def read(directory: str) -> Manifest:
             f"{MAJOR}.x: restore it with the version that took it, or take it again",
             FAILED_PRECONDITION,
         )
+    from shim.shape import misfit
+
+    if wrong := misfit(data):
+        raise ShimError(f"{directory}/{NAME} is damaged: {wrong}; take the snapshot again", INVALID_ARGUMENT)
     return Manifest(data)
 
 
-def _unreadable(directory: str, error: OSError) -> ShimError:
+def _read(fd: int) -> bytes:
+    parts = []
+    size = 0
+    while size <= _LIMIT and (part := os.read(fd, _LIMIT + 1)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _no_number(word: str) -> float:
+    """JSON has no NaN and no Infinity, and comparisons with them have no sense; Python would read them."""
+    raise ValueError(f"{word} is no number")
+
+
+def _unreadable(directory: str, error: OSError | ValueError) -> ShimError:
     try:
         names = os.listdir(directory)
+    except ValueError:
+        return ShimError(f"no snapshot at {directory!r}: no directory can have that name", INVALID_ARGUMENT)
     except FileNotFoundError:
         return ShimError(f"no snapshot at {directory}: the directory does not exist on this node", NOT_FOUND)
     except NotADirectoryError:
@@ -127,7 +155,8 @@ def _unreadable(directory: str, error: OSError) -> ShimError:
     if not names:
         return ShimError(f"no snapshot at {directory}: the directory is empty", NOT_FOUND)
     if NAME in names:
-        return ShimError(f"cannot read {directory}/{NAME}: {error.strerror}", FAILED_PRECONDITION)
+        reason = error.strerror if isinstance(error, OSError) else error
+        return ShimError(f"cannot read {directory}/{NAME}: {reason}", FAILED_PRECONDITION)
     return ShimError(
         f"no snapshot at {directory}: it has no {NAME}, so the take did not finish, or it is not "
         "fermata's; take it again",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import json
+import os
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from shim import manifest
+from shim import check, inspect, manifest, operation
+from shim.config import Config
 from shim.errors import ShimError
 from shim.rootfs import Rootfs
 from shim.task import Mount
+from shim.ttrpc import Response
 from tests.unit.shim import snapshots
 
 SCHEMA = json.loads(Path(__file__).parents[3].joinpath("docs/fermata.schema.json").read_text())
@@ -71,6 +76,15 @@ def test_another_major_version_is_refused(snapshot):
         ("[]", "DIR/fermata.json has no version: it is not fermata's"),
         ('{"version": {"major": "1"}}', "DIR/fermata.json has no version: it is not fermata's"),
         ("[" * 100000, "DIR/fermata.json is damaged: "),
+        ('{"version": {"major": 1}, "frozen": NaN}', "DIR/fermata.json is damaged: NaN is no number"),
+        (
+            '{"version": {"major": 1}, "taken": "\\ud800"}',
+            "DIR/fermata.json is damaged: taken holds a character that no",
+        ),
+        ('{"version": {"major": 1}, "a\\u0000b": 1}', "DIR/fermata.json is damaged: a name in it holds a character"),
+        ('{"version": {"major": 1}, "layer": {"file": "../x"}}', "DIR/fermata.json is damaged: layer.file is no name"),
+        ('{"version": {"major": 1}, "layer": {}}', "DIR/fermata.json is damaged: layer.file is no name of a file"),
+        ("1" * 5000, "DIR/fermata.json is damaged: "),
     ],
 )
 def test_what_is_no_manifest_is_refused(snapshot, text, sentence):
@@ -116,3 +130,51 @@ def test_a_bind_mount_of_a_file_is_told_from_one_of_a_directory(tmp_path):
     ]
     described = manifest.describe_mounts({"mounts": mounts})
     assert [mount.get("file") for mount in described] == [True, False, None]
+
+
+PLACES = [
+    *("taken", "container", "requires", "files", "layer", "gpu", "steps", "frozen", "spec", "node"),
+    *("container.id", "requires.mounts", "requires.files", "requires.devices", "requires.cpu_features"),
+    *("requires.memory", "layer.file", "layer.size", "spec.process", "spec.mounts", "spec.linux"),
+]
+ODD = [True, -1, 10**30, 1.5, "", "x", "../../etc/shadow", [], [[]], ["x"], [{}], {}, {"x": {"y": []}}, [None]]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_whatever_stands_in_the_file_every_reader_of_it_has_a_sentence(snapshot, tmp_path, place):
+    """Each is refused by name or used; nothing else is ever raised, and what is said can be sent."""
+    *above, last = place.split(".")
+    for odd in ODD:
+        data = copy.deepcopy({**snapshots.DATA, "spec": snapshots.SPEC, "gpu": {"processes": [], "gpus": []}})
+        into = data
+        for name in above:
+            into = into[name]
+        into[last] = odd
+        (snapshot / "fermata.json").write_text(json.dumps(data))
+        args = {"force": False, "id": "b", "namespace": "default", "mount": ["src=/a,dst=/b"], "env": ["A=b"]}
+        inspected = {"directory": str(snapshot), "json": False, "files": False, "plot": None}
+        for read in (
+            lambda: check.findings(str(snapshot), manifest.read(str(snapshot)), Config(), snapshots.SPEC, Rootfs([])),
+            lambda: operation._spec(manifest.read(str(snapshot)), str(snapshot), argparse.Namespace(**args)),
+            lambda: inspect.inspect(argparse.Namespace(**inspected)),
+        ):
+            try:
+                read()
+            except ShimError as error:
+                Response.failure(error.code, str(error)).encode()
+
+
+def test_what_is_no_regular_file_is_refused_at_once(snapshot):
+    path = snapshot / "fermata.json"
+    path.unlink()
+    path.mkdir()
+    assert read_error(snapshot) == "DIR/fermata.json is no regular file: it is not fermata's"
+    path.rmdir()
+    os.mkfifo(path)
+    assert read_error(snapshot) == "DIR/fermata.json is no regular file: it is not fermata's"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert read_error(snapshot) == "cannot read DIR/fermata.json: Too many levels of symbolic links"
+    path.unlink()
+    path.write_bytes(b" " * (5 << 20))
+    assert read_error(snapshot) == "DIR/fermata.json is larger than 4194304 bytes: it is not fermata's"
