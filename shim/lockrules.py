@@ -30,6 +30,7 @@ import os
 
 from shim import netns
 from shim.errors import FAILED_PRECONDITION, ShimError
+from shim.state import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class _Lock:
         self.where = f"The network namespace {path}" if path else "This network namespace"
         try:
             self._inode = os.stat(path or OWN).st_ino
-            os.makedirs(netns.LOCKS, 0o700, exist_ok=True)
+            make_private(netns.LOCKS)
             self._file = f"{netns.LOCKS}/{self._inode}"
             self._open()
         except OSError as cause:

@@ -41,7 +41,7 @@ class State:
         """Make the directory. Raises ShimError."""
         while True:
             try:
-                os.makedirs(self.path, mode=0o700, exist_ok=True)
+                make_private(self.path)
                 return
             except FileNotFoundError:
                 continue  # the namespace's last container before this one took the namespace's directory with it
@@ -93,16 +93,41 @@ class State:
 
     def new_log_dir(self, operation: str) -> str:
         """Make a directory for the logs of one operation (`dump`, `restore`), the newest ten of a container are
-        kept."""
+        kept. Raises ShimError."""
         import time
 
-        os.makedirs(self.log_path, mode=0o700, exist_ok=True)
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime()) + f".{time.time_ns() % 10**9 // 1000:06d}"
-        path = f"{self.log_path}/{stamp}-{operation}"
-        os.mkdir(path, mode=0o700)
-        for old in sorted(os.listdir(self.log_path))[:-KEPT_OPERATIONS]:
-            remove_tree(f"{self.log_path}/{old}")
-        return path
+        now = time.time_ns()
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now // 10**9)) + f".{now % 10**9 // 1000:06d}"
+        name = f"{stamp}-{operation}"
+        try:
+            make_private(self.log_path)
+            os.mkdir(f"{self.log_path}/{name}", mode=0o700)
+            # The new one is out of the count: after the clock was set back its name is not the last.
+            others = sorted(other for other in os.listdir(self.log_path) if other != name)
+            for old in others[: 1 - KEPT_OPERATIONS]:
+                remove_tree(f"{self.log_path}/{old}")
+        except OSError as error:
+            raise ShimError(
+                f"cannot keep the logs of a {operation} in {self.log_path}: {error.strerror}; without them nobody "
+                "could say why it failed",
+                FAILED_PRECONDITION,
+            ) from error
+        return f"{self.log_path}/{name}"
+
+
+def make_private(path: str) -> None:
+    """Make a directory, and those above it that are missing, for root alone: mode 0700 whatever the umask is.
+
+    `os.makedirs` gives its mode to the last one only, and with the umask 0 the others would be everybody's to write.
+    """
+    above = os.path.dirname(path)
+    if not os.path.exists(above):
+        make_private(above)
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def remove_tree(path: str) -> None:

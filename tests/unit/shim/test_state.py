@@ -37,6 +37,19 @@ def test_the_directory_is_for_its_owner_alone(state):
     assert state.read("other") is None
 
 
+def test_no_directory_of_ours_is_anybody_elses_to_write_whatever_the_umask_is(tmp_path):
+    made = State("default", "c1", run=str(tmp_path / "run"), logs=str(tmp_path / "log"))
+    old = os.umask(0)
+    try:
+        made.create()
+        made.new_log_dir("dump")
+    finally:
+        os.umask(old)
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert len(modes) == 7
+    assert set(modes.values()) == {0o700}
+
+
 def test_removing_takes_the_namespaces_directory_with_it_once_it_is_empty(state, tmp_path):
     other = State("default", "c2", run=str(tmp_path / "run"), logs=str(tmp_path / "log"))
     other.create()
@@ -53,6 +66,22 @@ def test_the_logs_of_the_newest_ten_operations_are_kept(state):
     assert len(set(made)) == len(made)
     kept = sorted(os.listdir(state.log_path))
     assert kept == [os.path.basename(path) for path in made[-KEPT_OPERATIONS:]]
+
+
+def test_the_logs_of_an_operation_stay_when_the_clock_was_set_back(state):
+    for number in range(KEPT_OPERATIONS + 1):
+        os.mkdir(f"{state.log_path}/29990101T000000.{number:06d}-dump") if number else state.new_log_dir("dump")
+    path = state.new_log_dir("dump")
+    assert os.path.isdir(path)
+    assert len(os.listdir(state.log_path)) == KEPT_OPERATIONS
+
+
+def test_logs_that_cannot_be_kept_are_a_sentence(state):
+    os.mkdir(os.path.dirname(os.path.dirname(state.log_path)))
+    with open(os.path.dirname(state.log_path), "w"):
+        pass
+    with pytest.raises(ShimError, match=r"^cannot keep the logs of a dump in \S+/log/default/c1: Not a directory"):
+        state.new_log_dir("dump")
 
 
 def test_a_tree_is_removed_without_following_links(tmp_path):
