@@ -96,9 +96,20 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run_stock(arguments: Arguments) -> Action:
+    """Run the stock shim with our own command line.
+
+    Raises ShimError, for a configuration that makes no sense too, but not for `delete`: what was started under an
+    earlier one is cleaned up.
+    """
     from shim import config, stock
 
-    configured = config.load().stock_shim
+    try:
+        configured = config.load().stock_shim
+    except ShimError as error:
+        if arguments.action != "delete":
+            raise
+        print(f"fermata: {error}", file=sys.stderr)
+        configured = None
     return stock.Action(stock.find(configured, arguments.values.get("publish-binary")), arguments.words)
 
 
@@ -271,8 +282,11 @@ def _delete(arguments: Arguments) -> int:
 
         cleanup.end_orphaned_stock_shim(namespace, container_id, arguments.values.get("address", ""))
     action = _run_stock(arguments)
-    if left:
-        cleanup.forget(namespace, container_id)
+    try:
+        if left:
+            cleanup.forget(namespace, container_id)
+    except ShimError as error:  # the container has ended all the same, and containerd waits to hear how
+        print(f"fermata: {error}", file=sys.stderr)
     status, out = action.finish()
     _write(1, out)
     return status

@@ -122,6 +122,8 @@ class Take:
             )
         self.steps.update(self.gpu.steps)
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
+        for step, seconds in self.steps.items():
+            self.log("info", "snapshot step", container=container.state.id, step=step, seconds=f"{seconds:.3f}")
         self._frozen = criu.frozen_seconds(logs)
         criu.trim(f"{logs}/dump.log")
         if asked:
@@ -138,9 +140,7 @@ class Take:
                     os.makedirs(directory, mode=0o700, exist_ok=True)
                     shutil.copyfile(f"{logs}/{name}", f"{directory}/{name}")
                 except OSError as error:
-                    self.log(
-                        "warning", "a log cannot be copied to the client's work path", path=directory, error=error
-                    )
+                    self.log("warning", "a log cannot be copied to the client's work path", path=directory, error=error)
 
     def _log_network(self, note: str) -> None:
         self.log("info", note, container=self.container.state.id)
@@ -210,6 +210,7 @@ class Take:
         path = self.directory
         if not path.startswith("/"):
             raise ShimError(f"snapshot directory {path!r} must be an absolute path", INVALID_ARGUMENT)
+        there = os.path.lexists(path)
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
             held = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -221,6 +222,13 @@ class Take:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.listdir(held):
                 raise ShimError(f"snapshot directory {path} is not empty: name a new one", ALREADY_EXISTS)
+            owner = os.fstat(held).st_uid
+            if there and owner != os.geteuid():  # one that was made here may have any: NFS gives root's away
+                raise ShimError(
+                    f"snapshot directory {path} belongs to user {owner}, who could read the container's memory there "
+                    "and change it: name a new one, or give this one to root",
+                    FAILED_PRECONDITION,
+                )
             os.fchmod(held, 0o700)
         except BlockingIOError as error:
             os.close(held)
@@ -267,11 +275,14 @@ class Take:
             raise ShimError(f"snapshot of {container.state.id} failed: {error}", FAILED_PRECONDITION) from error
 
     def _discard(self) -> None:
-        """Remove what this take wrote; the directory was empty before."""
+        """Remove what this take wrote; the directory was empty before. Why the take failed matters more than this."""
         from shim.state import remove_tree
 
-        for name in os.listdir(self.directory):
-            remove_tree(f"{self.directory}/{name}")
+        try:
+            for name in os.listdir(self.directory):
+                remove_tree(f"{self.directory}/{name}")
+        except OSError as error:  # the directory itself is gone, perhaps
+            self.log("warning", "the failed take's files stay", directory=self.directory, error=error)
 
     def _describe(self) -> manifests.Manifest:
         import json
