@@ -10,8 +10,6 @@ from shim.errors import FAILED_PRECONDITION, ShimError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
     from layerwriter import Applied
     from shim.bundle import Bundle
     from shim.config import Config
@@ -26,7 +24,9 @@ KEPT = "restore.json"
 class Timeline:
     """When a restore began and how long each of its steps took."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Log, container_id: str) -> None:
+        self._log = log
+        self._id = container_id
         self.began = time.time()
         self.steps: dict[str, float] = {}
         self.resume()
@@ -40,6 +40,7 @@ class Timeline:
         now = time.monotonic()
         self.steps[name] = round(now - self._since, 6)
         self._since = now
+        self._log("info", "restore step", container=self._id, step=name, seconds=f"{self.steps[name]:.3f}")
 
     def keep(self, container: Container, source: str, taken: object) -> None:
         """Write it beside the restore's logs. Raises OSError."""

@@ -137,7 +137,7 @@ class SnapshotShim(RuncShim):
         from shim import restore
 
         container.restore_source = source
-        container.timeline = timeline = restore.Timeline()
+        container.timeline = timeline = restore.Timeline(self.log, container.state.id)
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle, self.config, self.log, explicit=explicit)
         timeline.step("check")
