@@ -408,11 +408,7 @@ def _gpu(config: Config) -> Iterator[Line]:
     if not gpu.node_has_driver():
         yield Line("ok", "GPU", "no NVIDIA driver is loaded: there is no GPU state to move")
         return
-    try:
-        driver = gpu.Helper(config)
-    except ShimError as error:
-        yield Line("problem", "GPU", str(error))
-        return
+    driver = gpu.Helper(config, initialise=False)
     try:
         if driver.missing:
             yield Line(
@@ -424,6 +420,8 @@ def _gpu(config: Config) -> Iterator[Line]:
             return
         models = [str(entry.get("model")) for entry in driver.call("inventory")["gpus"]]
         yield Line("ok", "GPU", f"{', '.join(models) or 'no GPU'}; driver {driver.version} can move their state")
+    except ShimError as error:
+        yield Line("problem", "GPU", str(error))
     finally:
         driver.end()
 

@@ -161,7 +161,7 @@ class Gpu:
         try:
             steps = self._bring_back(out.record)
         finally:
-            if paused:
+            if paused and not self._tree.paused():  # it may have been parked meanwhile
                 self._tree.pause()
         self.steps.update({f"{name}_again" if name in self.steps else name: value for name, value in steps.items()})
 

@@ -76,8 +76,14 @@ class Serving:
         return found
 
     def steps_of_restore(self, name: str) -> dict[str, float]:
-        """The shim's own words on where a restore's time went."""
-        found = {}
+        """Where a restore's time went: the shim's own account and log, and CRIU's log."""
+        found: dict[str, float] = {}
+        folder = sorted((self.machine.node.logs / "fermata" / "default" / name).glob("*-restore"))[-1]
+        for path in folder.glob("*.json"):
+            steps = json.loads(path.read_text()).get("steps", {})
+            found.update({f"shim_{key}": value for key, value in steps.items()})
+        stamps = re.findall(r"^\(([0-9.]+)\)", (folder / "restore.log").read_text(errors="replace"), re.MULTILINE)
+        found["criu_log_s"] = float(stamps[-1])
         for line in self.machine.node.log.read_text(errors="replace").splitlines():
             if f"container={name} " in f"{line} " and ("restored" in line or "GPU state moved back" in line):
                 for key, value in re.findall(r"(\w+)=([0-9.]+)(?= |$)", line):
@@ -146,7 +152,7 @@ def restore(serving: Serving, inside: str, tokens: list[int], trials: int, prefi
                 "run_s": run,
                 "request_s": total - (asked - began),
                 "answer_s": answer["seconds"],
-                **{key: value for key, value in steps.items() if key == "seconds" or key.startswith("gpu")},
+                **steps,
             }
         )
         serving.machine.remove(name)
