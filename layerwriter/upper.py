@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from layerwriter.layer import DEFAULT_LIMIT, Layer, LayerError, Size, shown
-from layerwriter.walk import DIRECTORY, FILE, Descent, listing, open_directory
+from layerwriter.walk import DIRECTORY, FILE, OTHER, Descent, listing, open_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def measure(upperdir: Path) -> Size:
     """How large the layer of an upper directory will be, without opening a file.
 
     Extended attributes and names over 100 bytes are not counted, holes are: an estimate that is near for what matters,
-    a tree that is far too large for its limit. Raises LayerError.
+    a tree that is far too large for its limit. The container may run: what goes away meanwhile is left out. Raises
+    LayerError.
     """
     root = _open_root(upperdir)
     descent = Descent(root)
@@ -93,15 +94,19 @@ def measure(upperdir: Path) -> Size:
             for name, kind in below[-1]:
                 count += 1
                 size += 1536
-                if kind == DIRECTORY:
-                    below.append(listing(descent.enter(name)))
-                    break
-                if kind == FILE:
+                try:
+                    if kind == DIRECTORY:
+                        below.append(listing(descent.enter(name)))
+                        break
+                    if kind == OTHER:
+                        continue
                     found = os.stat(name, dir_fd=descent.fd, follow_symlinks=False)
-                    if found.st_nlink == 1 or found.st_ino not in seen:
-                        size += min(found.st_size, found.st_blocks * 512)
-                    if found.st_nlink > 1:
-                        seen.add(found.st_ino)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                if found.st_nlink == 1 or found.st_ino not in seen:
+                    size += min(found.st_size, found.st_blocks * 512)
+                if found.st_nlink > 1:
+                    seen.add(found.st_ino)
             else:
                 below.pop()
                 if below:

@@ -195,7 +195,12 @@ class Take:
         import layerwriter
 
         if layerwriter.choose(self.container.rootfs.options).made_by == "upperdir":
-            size = layerwriter.measure(upper).bytes
+            try:
+                size = layerwriter.measure(upper).bytes
+            except layerwriter.LayerError as error:
+                raise ShimError(
+                    f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION
+                ) from error
             if size > self.config.layer_limit:
                 raise ShimError(
                     f"the writable layer of container {self.container.state.id} has {size} bytes, the limit is "

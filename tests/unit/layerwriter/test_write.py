@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,29 @@ def test_the_estimate_is_near(upper):
     estimate = layerwriter.measure(upper)
     assert estimate.entries == layer.entries
     assert 0.9 * layer.size < estimate.bytes < 1.1 * layer.size
+
+
+def test_the_estimate_of_a_container_that_runs_does_not_mind_what_goes_away(upper):
+    """Files and directories come and go all the time while it is made."""
+    stop = threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            for number in range(8):
+                (upper / f"d{number}").mkdir()
+                (upper / f"d{number}/file").write_bytes(b"x")
+            for number in range(8):
+                (upper / f"d{number}/file").unlink()
+                (upper / f"d{number}").rmdir()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(500):
+            layerwriter.measure(upper)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_sparse_file_takes_no_more_than_its_data(upper):
