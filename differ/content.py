@@ -58,7 +58,14 @@ class Store:
         invoke = self._channel.unary_unary(
             f"/{service}/{method}", request_serializer=Message.encode, response_deserializer=answer.decode
         )
-        said: Answer = invoke(request, timeout=_ANSWER_SECONDS, metadata=self.metadata, wait_for_ready=True)
+        said: Answer
+        try:
+            said = invoke(request, timeout=_ANSWER_SECONDS, metadata=self.metadata, wait_for_ready=True)
+        except grpc.RpcError as failure:
+            if failure.code() != grpc.StatusCode.UNAVAILABLE:
+                raise
+            # A connection that has been idle learns of containerd's restart from its next call.
+            said = invoke(request, timeout=_ANSWER_SECONDS, metadata=self.metadata, wait_for_ready=True)
         return said
 
     def take_lease(self, identity: str) -> Store:

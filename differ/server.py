@@ -74,7 +74,7 @@ def _serve(listener: socket.socket, containerd: str) -> int:
     server.add_insecure_port(f"unix:{inner}")
     server.start()
     _thread(lambda: _accept(listener, inner))
-    _thread(lambda: _clear(differ.clear, to_stderr))
+    _thread(differ.keep_clear)
     _notify("READY=1")
     asked.wait()
     _notify("STOPPING=1")
@@ -167,21 +167,6 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
             end.shutdown(how)
         except OSError:
             pass
-
-
-def _clear(clear: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Once containerd answers: it may start long after us."""
-    import grpc
-
-    while True:
-        try:
-            clear()
-            return
-        except grpc.RpcError as failure:
-            if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                say(f"could not look for unfinished uploads: {failure.code()}: {failure.details()}")
-                return
-        time.sleep(1)
 
 
 def _thread(run: Callable[[], None]) -> threading.Thread:

@@ -68,8 +68,9 @@ class Differ:
         self._channel = channel
         self._say = say
         self._turns = threading.BoundedSemaphore(AT_ONCE)
-        self._token = content.unique("fermata-differ")
-        self._count = 0
+        self._live: set[str] = set()
+        self._unclean = threading.Event()
+        self._unclean.set()  # whoever was here before us may have been killed
 
     def handler(self) -> grpc.GenericRpcHandler:
         methods = {
@@ -124,13 +125,17 @@ class Differ:
     def _make(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
         if store.lease:
             return self._write(order, store, context)
-        self._count += 1
-        leased = store.take_lease(f"{self._token}-{self._count}-{threading.get_ident()}")
+        lease = content.unique("fermata-differ")
+        self._live.add(lease)
         try:
-            return self._write(order, leased, context)
-        except BaseException:
-            self._attempt("end a lease", leased.end_lease)
-            raise
+            leased = store.take_lease(lease)
+            try:
+                return self._write(order, leased, context)
+            except BaseException:
+                self._attempt("end a lease", leased.end_lease)
+                raise
+        finally:
+            self._live.discard(lease)
 
     def _write(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
         upload = store.upload(order.ref)
@@ -173,12 +178,28 @@ class Differ:
             store.set_label(layer.digest, UNCOMPRESSED, layer.diff_id)
         return known.size
 
-    def clear(self) -> None:
-        """Remove what a differ that was killed had written and not committed, in every namespace."""
+    def keep_clear(self) -> None:
+        """Remove, now and whenever it is needed, what was written and neither committed nor aborted. Does not return.
+
+        A differ that was killed leaves such uploads, and so does a containerd that was.
+        """
+        while True:
+            self._unclean.wait()
+            self._unclean.clear()
+            try:
+                self._clear()
+            except grpc.RpcError as failure:
+                self._unclean.set()
+                if failure.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                    self._say(f"could not look for unfinished uploads: {failure.code()}: {failure.details()}")
+                    time.sleep(60)
+                time.sleep(1)
+
+    def _clear(self) -> None:
         for namespace in content.namespaces(self._channel):
             store = content.Store(self._channel, namespace)
-            for lease, ref in store.unfinished():
-                if not lease.startswith(self._token):
+            for lease, ref in list(store.unfinished()):
+                if lease not in self._live:
                     self._say(f"{namespace}: removing the unfinished upload {ref}")
                     store.abort(ref)
                     content.Store(self._channel, namespace, lease).end_lease()
@@ -188,7 +209,8 @@ class Differ:
         try:
             do()
         except grpc.RpcError as failure:
-            self._say(f"could not {what}: {failure.code()}: {failure.details()}")
+            self._say(f"could not {what}, and will try again: {failure.code()}: {failure.details()}")
+            self._unclean.set()
 
 
 def _abort(store: content.Store, ref: str) -> None:

@@ -5,7 +5,8 @@ same everywhere, and equal trees make equal layers:
 
 - no access times, which change by reading;
 - no sockets: a socket's path without its listener is nothing to take to another container, and tar cannot hold one;
-- of the `security.` attributes only file capabilities: labels and signatures (SELinux, IMA, EVM) are this node's;
+- of attributes `user.`, POSIX ACLs and file capabilities: labels and signatures (SELinux, IMA, EVM) are this node's,
+  and `trusted.` ones stop tools that unpack without privileges, while containerd leaves them out;
 - no name that begins with `.wh.`, which every tool takes for a deletion: NotPortable.
 """
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     Path = str | os.PathLike[str]
 
 NO_LIMIT = 1 << 62
+_PORTABLE = tuple(b"SCHILY.xattr." + name for name in (b"user.", b"system.posix_acl_", b"security.capability="))
 
 
 def stream(
@@ -127,7 +129,7 @@ class _ImageEntries(Entries):
 
     def _attributes(self, target: int | str, path: bytes) -> tuple[bytes, Marks]:
         records, marks = super()._attributes(target, path)
-        return _without_labels(records) if records else records, marks
+        return _portable(records) if records else records, marks
 
     def _emit(
         self,
@@ -156,15 +158,15 @@ def _name(path: bytes) -> NotPortable:
     return NotPortable(f"{shown(path)}: every tool takes a name that begins with .wh. for a deletion")
 
 
-def _without_labels(records: bytes) -> bytes:
-    """The pax records without the node's own `security.` attributes."""
+def _portable(records: bytes) -> bytes:
+    """The pax records without the attributes that stay here."""
     kept = []
     at = 0
     while at < len(records):
         space = records.index(b" ", at)
         end = at + int(records[at:space])
         key = records[space + 1 : end]
-        if not key.startswith(b"SCHILY.xattr.security.") or key.startswith(b"SCHILY.xattr.security.capability="):
+        if not key.startswith(b"SCHILY.xattr.") or key.startswith(_PORTABLE):
             kept.append(records[at:end])
         at = end
     return b"".join(kept)

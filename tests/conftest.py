@@ -18,6 +18,12 @@ from node.stack import RECIPES, Progress
 STACKS = [stack for stack in os.environ.get("FERMATA_STACKS", ",".join(RECIPES)).split(",") if stack]
 
 
+@pytest.fixture(scope="session", params=STACKS)
+def stack_name(request: pytest.FixtureRequest) -> str:
+    """For tests that bring up a node of their own on each stack."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session", params=[os.environ["FERMATA_NODE"]] if "FERMATA_NODE" in os.environ else STACKS)
 def running_node(request: pytest.FixtureRequest) -> Iterator[Node]:
     if os.geteuid() != 0:

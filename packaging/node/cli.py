@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     up = add("up", _up, "bring a node up, with fermata installed and the test image imported")
     up.add_argument("--stack", choices=stack.STACKS, default="auto", help="whose containerd, runc and CRIU (auto)")
     up.add_argument("--cri", action="store_true", help="with containerd's CRI plugins")
+    up.add_argument("--differ", action="store_true", help="with fermata-differ for containerd's diffs")
     up.add_argument("--no-install", action="store_true", help="without fermata")
     up.add_argument("--no-image", action="store_true", help="without the test image")
     down = add("down", _down, "take a node down, and remove all that it left", named=False)
@@ -83,6 +84,7 @@ def _up(options: argparse.Namespace) -> int:
         directory=options.dir,
         cri=options.cri,
         install=not options.no_install,
+        differ=options.differ,
         say=stack.Progress(),
     )
     if not options.no_image:

@@ -51,7 +51,7 @@ def clear(node: Node) -> None:
 
 
 def _processes(node: Node) -> Iterator[str]:
-    for pid in sorted(node.processes() - {node.pid, node.containerd_pid()}):
+    for pid in sorted(node.processes() - {node.pid, node.containerd_pid(), node.differ_pid()}):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             yield f"process {pid} {command.strip() or Path(f'/proc/{pid}/comm').read_text().strip()}"

@@ -23,6 +23,7 @@ from node.errors import NodeError
 from node.init import PATH
 
 SOCKET = "/run/containerd/containerd.sock"
+DIFFER_SOCKET = "/run/fermata-differ/differ.sock"
 ENVIRONMENT = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
 PREFIX = "/usr/local"
 # Writes its own pid where the node finds it again, then becomes the command.
@@ -56,13 +57,15 @@ class Node:
         cri: bool = False,
         drop_ins: Mapping[str, str] | None = None,
         install: bool = True,
+        differ: bool = False,
         say: stack.Progress | None = None,
     ) -> Node:
         """Bring up a node and wait until its containerd answers.
 
         ``name`` is made up if not given. ``directory`` holds all that the node writes (default: in the cache).
         ``cri`` leaves containerd's CRI plugins on. ``drop_ins`` maps file names to containerd configuration that is
-        imported after the node's own. ``install`` installs fermata from this working tree. Raises NodeError.
+        imported after the node's own. ``install`` installs fermata from this working tree. ``differ`` has containerd
+        ask fermata-differ for diffs. Raises NodeError.
         """
         _require_root()
         for program, package in (("nsenter", "util-linux"), ("make", "make")):
@@ -86,6 +89,8 @@ class Node:
                 node._start(cri, drop_ins or {})
                 if install:
                     node.install()
+                if differ:
+                    node.use_differ()
                 node.start_containerd()
             except BaseException:
                 node._remove()
@@ -271,6 +276,52 @@ class Node:
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else "(there is no log)"
+
+    # -- fermata-differ ----------------------------------------------------------------------------------------------
+
+    def use_differ(self) -> None:
+        """Start fermata-differ, and have containerd use it from its next start on."""
+        drop_in = f"fermata-differ-v{3 if self.containerd_version() >= (2,) else 2}.toml"
+        text = (stack.PROJECT / "packaging/containerd" / drop_in).read_text()
+        self.path("/etc/containerd/conf.d/fermata-differ.toml").write_text(text)
+        self.start_differ()
+
+    def differ_pid(self) -> int | None:
+        try:
+            return int(self.path("/run/node/differ.pid").read_text())
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+
+    def start_differ(self, timeout: float = 30) -> None:
+        """Start fermata-differ and wait until it takes connections. Its log is ``differ.log`` beside containerd's."""
+        with (self.logs / "differ.log").open("ab") as log:
+            process = self.popen([f"{PREFIX}/bin/fermata-differ"], stdout=log, stderr=log)
+        self.path("/run/node/differ.pid").write_text(str(process.pid))
+        until = time.monotonic() + timeout
+        while True:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(self.path(DIFFER_SOCKET)))
+                break
+            if process.poll() is not None or time.monotonic() > until:
+                raise NodeError(f"fermata-differ does not start:\n{(self.logs / 'differ.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+        # It outlives this process; nobody is going to wait for it here.
+        process.returncode = 0
+
+    def stop_differ(self, *, kill: bool = False, timeout: float = 30) -> None:
+        """End fermata-differ by SIGTERM, or by SIGKILL with ``kill``."""
+        pid = self.differ_pid()
+        if pid is None:
+            return
+        os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+        until = time.monotonic() + timeout
+        while _running(pid):
+            if time.monotonic() > until:
+                raise NodeError(f"fermata-differ (pid {pid}) does not end")
+            time.sleep(0.01)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        self.path("/run/node/differ.pid").unlink()
 
     # -- contents ----------------------------------------------------------------------------------------------------
 

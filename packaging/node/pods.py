@@ -6,9 +6,8 @@ Field numbers: the Kubernetes container runtime interface, k8s.io/cri-api, pkg/a
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
-import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -83,6 +82,11 @@ class PodStatus(Message):
 class PodStatusResponse(Message):
     FIELDS = {1: ("status", PodStatus)}
     status: PodStatus | None
+
+
+class PodList(Message):
+    FIELDS = {1: ("items", [ById])}
+    items: list[ById]
 
 
 class ContainerName(Message):
@@ -174,7 +178,6 @@ class Pods:
         self.node = node
         self._grpc = grpc
         self._channel = grpc.insecure_channel(f"unix://{node.path(SOCKET)}")
-        self._count = 0
 
     @staticmethod
     def up(**options: Any) -> Node:
@@ -204,8 +207,7 @@ class Pods:
 
     def run(self, name: str, *, handler: str = "fermata", annotations: Mapping[str, str] | None = None) -> Pod:
         """Run a pod without containers yet. Raises Failed."""
-        self._count += 1
-        uid = f"{name}-{os.getpid()}-{self._count}"
+        uid = str(uuid.uuid4())
         pairs = [Pair(key=key, value=value) for key, value in (annotations or {}).items()]
         config = PodConfig(
             metadata=PodName(name=name, uid=uid, namespace="test", attempt=0),
@@ -223,12 +225,21 @@ class Pods:
         self.call("StopPodSandbox", ById(id=pod.id), Message)
         self.call("RemovePodSandbox", ById(id=pod.id), Message)
 
+    def remove_all(self) -> None:
+        """Stop and remove every pod of the node."""
+        for pod in self.call("ListPodSandbox", Message(), PodList).items:
+            self.call("StopPodSandbox", ById(id=pod.id), Message)
+            self.call("RemovePodSandbox", ById(id=pod.id), Message)
+
     # -- containers ------------------------------------------------------------------------------------------------
 
     def create(
         self, pod: Pod, name: str, *command: str, mounts: Sequence[tuple[str, str]] = (), attempt: int = 0
     ) -> str:
-        """Create a container of the test image in a pod; its id. ``mounts``: (host path, container path). Raises Failed."""
+        """Create a container of the test image in a pod; its id. Raises Failed.
+
+        ``mounts``: (path in the node, path in the container).
+        """
         config = ContainerConfig(
             metadata=ContainerName(name=name, attempt=attempt),
             image=ImageName(image=f"docker.io/library/{TEST_IMAGE}"),
