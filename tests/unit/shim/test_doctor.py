@@ -50,7 +50,7 @@ def test_overlay_options_that_force_the_slow_path_are_named_and_turned_off(param
 def test_transparent_huge_pages_at_always_are_a_warning(tmp_path, text, level):
     path = tmp_path / "enabled"
     path.write_text(text)
-    [line] = doctor._huge_pages(str(path))
+    [line] = doctor._huge_pages(str(path), driver=lambda: False)
     assert line.level == level
     if line.mend:
         line.mend()
@@ -145,3 +145,14 @@ def test_a_mend_that_fails_is_said_and_the_next_one_is_tried(lines, capsys):
     main(["doctor", "--fix"])
     assert done == ["b"]
     assert "fermata: a: `x` failed: [Errno 13] Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, level", [("always [madvise] never", "warning"), ("[always] madvise never", "ok")])
+def test_on_a_node_with_a_gpu_huge_pages_at_always_are_best(tmp_path, text, level):
+    path = tmp_path / "enabled"
+    path.write_text(f"{text}\n")
+    [line] = doctor._huge_pages(str(path), driver=lambda: True)
+    assert line.level == level
+    if line.mend:
+        line.mend()
+        assert path.read_text() == "always"
