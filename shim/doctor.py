@@ -382,7 +382,7 @@ def _huge_pages(path: str = _HUGE_PAGES, driver: Callable[[], bool] = node_has_d
         yield Line("ok", "huge pages", "this kernel has no transparent ones")
         return
     if driver():
-        # It moves GPU state into plain memory of the process, and most of that time goes into page faults (docs/gpu.md).
+        # It moves GPU state into plain memory of the process, and page faults take most of that time (docs/gpu.md).
         if chosen == "always":
             yield Line("ok", "huge pages", "transparent ones are at `always`, which is best for GPU state")
             return
