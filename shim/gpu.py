@@ -473,6 +473,13 @@ class _Taking:
                     )
                 if result["value"] != 2:
                     running.append(user)
+                elif user.descriptors:
+                    raise ShimError(
+                        f"{self._what}: {user} has its state in host memory and still holds descriptor "
+                        f"{_shown(user.descriptors)}, so it cannot be dumped: something beside CUDA has opened it, such "
+                        "as NVML (nvmlInit without nvmlShutdown) or a graphics library",
+                        FAILED_PRECONDITION,
+                    )
         if not running:
             return False
         if shares := shares_of(present, self._proc):
@@ -499,10 +506,8 @@ class _Taking:
         descriptors = nvidia_descriptors(user.pid, self._proc)
         if not descriptors:
             return
-        shown = ", ".join(f"{number} ({path})" for number, path in descriptors[:3])
-        more = f" and {len(descriptors) - 3} more" if len(descriptors) > 3 else ""
         raise ShimError(
-            f"{self._what}: {user} holds descriptor {shown}{more} and no GPU state of its own, so it cannot be "
+            f"{self._what}: {user} holds descriptor {_shown(descriptors)} and no GPU state of its own, so it cannot be "
             "dumped. A process forked from one that uses CUDA is the usual cause: start it with the spawn method "
             "instead (VLLM_WORKER_MULTIPROC_METHOD=spawn, multiprocessing.set_start_method('spawn'))",
             FAILED_PRECONDITION,
@@ -545,6 +550,11 @@ class _Taking:
             raise ShimError(
                 f"{error}; and then {'; '.join(failed)}: end this container, it may not compute any more", UNKNOWN
             ) from error
+
+
+def _shown(descriptors: list[tuple[int, str]]) -> str:
+    first = ", ".join(f"{number} ({path})" for number, path in descriptors[:3])
+    return first if len(descriptors) <= 3 else f"{first} and {len(descriptors) - 3} more"
 
 
 def put_back(

@@ -255,6 +255,13 @@ def test_a_forked_child_is_named_with_its_descriptor_and_the_cure_before_anythin
     assert not [entry for entry in world.log if entry[0] == "checkpoint"]
 
 
+def test_a_process_that_keeps_a_device_open_after_the_move_is_named_and_all_go_back(world):
+    os.symlink("/dev/nvidiactl", world.proc / "113/fd/12")  # beside the driver's own
+    with pytest.raises(ShimError, match=r"process 113 .*still holds descriptor 12 \(/dev/nvidiactl\).*NVML"):
+        take_out(world)
+    assert set(world.states.values()) == {RUNNING}
+
+
 def test_a_process_that_starts_to_use_the_gpu_meanwhile_is_moved_in_a_further_round(world):
     session = world.open
 
