@@ -380,7 +380,9 @@ def test_a_container_has_a_user_namespace_where_the_stock_runtime_gives_one(node
         done = node.ctr("run", "--rm", *mapped, "--runtime", runtime, image, "one", *command, check=False)
         return done.returncode, done.stdout.split(), done.stderr
 
-    assert same(observe) == (0, ["0", "100000", "65536"] * 2, "")
+    # containerd copies the whole image for each, with other owners: the stock runtime is asked only if need be.
+    ours = observe(OURS)
+    assert ours == (0, ["0", "100000", "65536"] * 2, "") or ours == observe(STOCK)
 
 
 # The shim itself ----------------------------------------------------------------------------------------------------
