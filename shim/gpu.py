@@ -476,8 +476,8 @@ class _Taking:
                 elif user.descriptors:
                     raise ShimError(
                         f"{self._what}: {user} has its state in host memory and still holds descriptor "
-                        f"{_shown(user.descriptors)}, so it cannot be dumped: something beside CUDA has opened it, such "
-                        "as NVML (nvmlInit without nvmlShutdown) or a graphics library",
+                        f"{_shown(user.descriptors)}, so it cannot be dumped: something beside CUDA has opened it, "
+                        "such as NVML (nvmlInit without nvmlShutdown) or a graphics library",
                         FAILED_PRECONDITION,
                     )
         if not running:
