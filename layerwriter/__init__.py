@@ -1,6 +1,7 @@
 """An overlay's upper directory as a layer file, and back.
 
     write(upperdir, out)            upper directory -> layer file
+    begin(upperdir, out)            the same in two steps, so that a container stands still for the first one only
     stream(upperdir, send)          upper directory -> layer of an image, in pieces
     full_diff(lowerdirs, merged, out)   the same layer from a comparison of the merged tree with the image below it
     apply(layer, upperdir)          layer file -> upper directory, all of it or none of it
@@ -21,6 +22,7 @@ from __future__ import annotations
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from layerwriter.diff import full_diff as full_diff
+    from layerwriter.draft import Draft as Draft
     from layerwriter.layer import DEFAULT_LIMIT as DEFAULT_LIMIT
     from layerwriter.layer import HiddenChange as HiddenChange
     from layerwriter.layer import Layer as Layer
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from layerwriter.tree import record as record
     from layerwriter.unpack import Applied as Applied
     from layerwriter.unpack import apply as apply
+    from layerwriter.upper import begin as begin
     from layerwriter.upper import measure as measure
     from layerwriter.upper import write as write
 
@@ -42,12 +45,14 @@ _MODULES = {
     "Applied": "unpack",
     "Choice": "overlay",
     "DEFAULT_LIMIT": "layer",
+    "Draft": "draft",
     "HiddenChange": "layer",
     "Layer": "layer",
     "LayerError": "layer",
     "NotPortable": "layer",
     "Size": "layer",
     "apply": "unpack",
+    "begin": "upper",
     "choose": "overlay",
     "compare": "tree",
     "full_diff": "diff",

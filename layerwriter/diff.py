@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import stat
 
+from layerwriter.draft import Draft
 from layerwriter.layer import DEFAULT_LIMIT, Layer, LayerError, shown
-from layerwriter.upper import save
 from layerwriter.walk import DIRECTORY, FILE, Descent, listing, open_directory
 
 TYPE_CHECKING = False
@@ -43,7 +43,7 @@ def full_diff(
     try:
         image = _image_view(lowerdirs, xattr_prefix)
         tree = _without_mounts(os.fspath(merged))
-        return save(
+        return Draft(
             out,
             lambda entries: _Comparison(tree, image, entries).run(),
             compression=compression,
@@ -51,8 +51,7 @@ def full_diff(
             xattr_prefix=None,
             made_by="full-diff",
             reason=reason,
-            sync=sync,
-        )
+        ).finish(sync=sync)
     except OSError as failure:
         raise LayerError(f"{os.fspath(merged)} cannot be compared with its image: {failure}") from failure
     finally:

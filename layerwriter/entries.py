@@ -274,7 +274,8 @@ class Entries:
         else:
             self._sparse(path, found, records, parts, position)
         for offset, length in parts:
-            if sink.copy(fd, offset, length) != length:
+            shared = sink.share(fd, offset, length)
+            if sink.copy(fd, offset + shared, length - shared) != length - shared:
                 raise _changed(path)
         sink.pad()
 

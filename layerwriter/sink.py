@@ -11,7 +11,9 @@ memory is the buffers', whatever the size of the layer.
 from __future__ import annotations
 
 import os
+import struct
 from _queue import SimpleQueue
+from fcntl import ioctl
 from hashlib import sha256
 
 from layerwriter.layer import LayerError
@@ -31,16 +33,26 @@ _WORKERS = 8
 
 _ZEROS = bytes(1 << 16)
 
+FICLONERANGE = 0x4020940D
+"""The ioctl by which a file gets extents of another one (ioctl_ficlonerange(2)): xfs, btrfs and others have it."""
+_SHARING_UNIT = 4096
+_SHARED_LEAST = 64 << 10
+"""Bytes below which sharing extents costs more than copying."""
+
 
 class Piece:
-    """A part of the tar on its way through the stages: `used` bytes of `view`, at `offset` of the tar."""
+    """A part of the tar on its way through the stages: `used` bytes of `view`, at `offset` of the tar.
 
-    __slots__ = ("frame", "offset", "ready", "used", "view")
+    `shared`: the bytes are in the file already, which shares them with the one they are of, and the view is empty.
+    """
+
+    __slots__ = ("frame", "offset", "ready", "shared", "used", "view")
 
     def __init__(self, size: int) -> None:
         self.view = memoryview(bytearray(size))
         self.used = 0
         self.offset = 0
+        self.shared = False
         self.frame = b""
         self.ready: SimpleQueue[None] = SimpleQueue()
 
@@ -67,6 +79,7 @@ class Sink:
         self._free: Queue = SimpleQueue()
         self._threads: list[Thread] = []
         self._failure: BaseException | None = None
+        self._shares = fd >= 0
 
     @property
     def position(self) -> int:
@@ -109,15 +122,36 @@ class Sink:
             left -= got
         return size - left
 
+    def share(self, fd: int, offset: int, size: int) -> int:
+        """Append up to `size` bytes of a file from `offset` by sharing its extents, which copies nothing.
+
+        Returns how many, a multiple of 4 KiB; 0 where the position does not allow it, or the file system. What is
+        shared stays as it is now, whatever happens to the file.
+        """
+        whole = size - size % _SHARING_UNIT
+        if not self._shares or whole < _SHARED_LEAST or self.position % _SHARING_UNIT or offset % _SHARING_UNIT:
+            return 0
+        try:
+            ioctl(self.fd, FICLONERANGE, struct.pack("qQQQ", fd, offset, whole, self.position))
+        except OSError:
+            # Another file system, or one that cannot share. A full disk speaks up when the bytes are copied.
+            self._shares = False
+            return 0
+        if self.used:
+            self.flush()
+        piece = Piece(0)
+        piece.used, piece.offset, piece.shared = whole, self._start, True
+        self._start += whole
+        self._hand_on(piece)
+        return whole
+
     def flush(self) -> None:
         """Hand the filled piece on and take an empty one."""
         piece = self._piece
         piece.used, piece.offset = self.used, self._start
         self._start += self.used
         self.used = 0
-        if not self._threads:
-            self._start_stages()
-        self._first.put(piece)
+        self._hand_on(piece)
         if self.spare:
             self.spare -= 1
             self._piece = Piece(self.capacity)
@@ -128,6 +162,11 @@ class Sink:
         self.view = self._piece.view
         if self._failure is not None:
             raise self._failure
+
+    def _hand_on(self, piece: Piece) -> None:
+        if not self._threads:
+            self._start_stages()
+        self._first.put(piece)
 
     def finish(self) -> tuple[str, str, int]:
         """Let everything reach the file. Returns the file's digest, the tar's digest and the file's size."""
@@ -173,7 +212,8 @@ class Sink:
                         step(piece)
                     except BaseException as failure:
                         self._failure = failure
-                target.put(piece)
+                if piece.view or target is not self._free:
+                    target.put(piece)
             target.put(None)
 
         self._start_thread(run)
@@ -197,10 +237,27 @@ class Sink:
         _write_at(self.fd, data, offset)
 
     def _write(self, piece: Piece) -> None:
+        if piece.shared:
+            return
         self._output(piece.view[: piece.used], piece.offset)
 
     def _digest(self, piece: Piece) -> None:
+        if piece.shared:
+            self._digest_shared(piece)
+            return
         self._hash.update(piece.view[: piece.used])
+
+    def _digest_shared(self, piece: Piece) -> None:
+        buffer = memoryview(bytearray(_BUFFER))
+        offset, end = piece.offset, piece.offset + piece.used
+        while offset < end:
+            if self._failure is not None:  # the layer was given up
+                return
+            got = os.preadv(self.fd, (buffer[: end - offset],), offset)
+            if got == 0:
+                raise LayerError("the layer file was cut off while it was written")
+            self._hash.update(buffer[:got])
+            offset += got
 
 
 class ZstdSink(Sink):
@@ -214,6 +271,7 @@ class ZstdSink(Sink):
         from layerwriter.compression import compressor, cores
 
         super().__init__(fd, limit)
+        self._shares = False
         # Made here and not in the threads: a missing package has to stop the caller.
         self._compressors = [(make or compressor)() for _ in range(min(cores(), _WORKERS))]
         self.spare = len(self._compressors) + 1

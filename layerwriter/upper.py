@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
+from layerwriter.draft import Draft
 from layerwriter.layer import DEFAULT_LIMIT, Layer, LayerError, Size, shown
 from layerwriter.walk import DIRECTORY, FILE, OTHER, Descent, listing, open_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from layerwriter.entries import Entries
 
@@ -32,16 +33,31 @@ def write(
     on disk, or not at all; without `sync` it is left to the caller when it has to be on disk. Raises HiddenChange
     where only full_diff() sees the change, and LayerError.
     """
+    return begin(upperdir, out, compression=compression, limit=limit, xattr_prefix=xattr_prefix).finish(sync=sync)
+
+
+def begin(
+    upperdir: Path,
+    out: Path,
+    *,
+    compression: str = "none",
+    limit: int = DEFAULT_LIMIT,
+    xattr_prefix: str = "trusted.",
+) -> Draft:
+    """Read every entry of an upper directory for a layer file, and leave the rest of the work to Draft.finish().
+
+    The tree must not change until this returns. Where the file system lets two files share extents, large files are not
+    read before finish(), so that a container need not stand still for them. Arguments and errors as for write().
+    """
     root = _open_root(upperdir)
     try:
-        return save(
+        return Draft(
             out,
             lambda entries: walk_upper(root, entries),
             compression=compression,
             limit=limit,
             xattr_prefix=xattr_prefix,
             made_by="upperdir",
-            sync=sync,
         )
     finally:
         os.close(root)
@@ -119,79 +135,8 @@ def measure(upperdir: Path) -> Size:
     return Size(size, count)
 
 
-def save(
-    out: Path,
-    put: Callable[[Entries], None],
-    *,
-    compression: str,
-    limit: int,
-    xattr_prefix: str | None,
-    made_by: str,
-    sync: bool,
-    reason: str | None = None,
-) -> Layer:
-    """Make a layer file of what `put` puts, under a temporary name until it is whole.
-
-    `xattr_prefix` None: the attributes are as a program sees them, and none of them is the overlay's own.
-    """
-    from layerwriter.entries import Entries
-    from layerwriter.header import END
-    from layerwriter.sink import Sink, ZstdSink
-
-    if compression not in ("none", "zstd"):
-        raise LayerError(f'compression {compression!r} is not known: it is "none" or "zstd"')
-    if xattr_prefix not in ("trusted.", "user.", None):
-        raise LayerError(f'xattr prefix {xattr_prefix!r} is not known: it is "trusted." or "user."')
-    final = os.fspath(out)
-    partial = f"{final}.partial"
-    try:
-        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as failure:
-        raise LayerError(f"{partial} cannot be written: {failure.strerror}") from failure
-    try:
-        sink = ZstdSink(fd, limit) if compression == "zstd" else Sink(fd, limit)
-        entries = Entries(sink, None if xattr_prefix is None else xattr_prefix.encode("ascii"))
-        try:
-            put(entries)
-            sink.put(END)
-            digest, diff_id, size = sink.finish()
-        except BaseException:
-            sink.abandon()
-            raise
-        if sync:
-            os.fsync(fd)
-        os.rename(partial, final)
-        if sync:
-            _sync_directory(final)
-    except BaseException as failure:
-        os.unlink(partial)
-        if isinstance(failure, OSError):
-            raise LayerError(f"{final} cannot be written: {failure.strerror}") from failure
-        raise
-    finally:
-        os.close(fd)
-    return Layer(
-        path=final,
-        digest=digest,
-        diff_id=diff_id,
-        size=size,
-        entries=entries.count,
-        made_by=made_by,
-        reason=reason,
-        notes=entries.notes(),
-    )
-
-
 def _open_root(path: Path) -> int:
     try:
         return open_directory(os.fspath(path))
     except OSError as failure:
         raise LayerError(f"{os.fspath(path)} cannot be read as an upper directory: {failure.strerror}") from failure
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
