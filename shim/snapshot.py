@@ -194,7 +194,7 @@ class SnapshotShim(RuncShim):
     def _restore(
         self, call: Call, container: Container, move_gpu_state: Callable[[], object] | None = None
     ) -> Response:
-        from shim import network, orphans, restore
+        from shim import attempt, network, orphans, restore
 
         request = task.ExecRequest.decode(call.request.payload)
         assert container.restore_source is not None
@@ -208,6 +208,7 @@ class SnapshotShim(RuncShim):
             self.log("info", text, container=request.id)
 
         watch = orphans.Watch(container.restore_logs or "", note)
+        fresh = attempt.Attempt((container.spec.get("linux") or {}).get("cgroupsPath") or "")
         with network.Restore(path, container.restore_source, self.config, note) as around, watch:
             response = self.forward(call)
             if response.ok:
@@ -215,12 +216,8 @@ class SnapshotShim(RuncShim):
         if response.status is not None and response.status.code:
             response.status.message = restore.explain_failure(container, response.status.message)
             self.log("error", "restore failed", container=request.id, error=response.status.message)
-            # A killed CRIU leaves processes that wait for it, and whose container could not be deleted. An error says
-            # that there are none.
-            kill = task.KillRequest(id=request.id, signal=9, all=True)
-            self.forward(
-                Call(Request(service=container.service, metadata=call.request.metadata)), kill.encode(), method="Kill"
-            )
+            if killed := fresh.undo():
+                note(f"killed {killed} processes that waited for a CRIU which is dead")
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
         timeline.step("criu")

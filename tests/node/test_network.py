@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from node import NodeError
-from node.containers import IMAGE, OURS, pid, remove, start, wait_for
+from node.containers import IMAGE, OURS, STOCK, pid, remove, start, wait_for
+from node.shims import CallFailed, Shim, daemons
 
 RUNTIME = os.environ.get("FERMATA_TEST_RUNTIME", OURS)
 SWITCHES = int(os.environ.get("FERMATA_SWITCHES", "12"))
@@ -88,12 +89,30 @@ def snapshots(node):
     shutil.rmtree(node.path(path))
 
 
-def take(node, name, directory, *options, check=True):
-    return node.ctr("tasks", "checkpoint", "--image-path", directory, *options, name, check=check)
+def take(node, name, directory, *, leave_running=True):
+    """Ask the shim, as containerd does. (`ctr` of 1.7 stumbles over a second checkpoint that is like the first.)"""
+    Shim(node, name, stock=RUNTIME == STOCK).checkpoint(directory, leave_running=leave_running)
+
+
+def failing_take(node, name, directory):
+    with pytest.raises(CallFailed):
+        take(node, name, directory)
+
+
+def stock_take(node, name, directory):
+    """A dump by the stock runtime, which CRIU's end may stop."""
+    return node.ctr("tasks", "checkpoint", "--image-path", directory, name, check=False)
 
 
 def restore_from(directory):
     return ("--annotation", f"fermata/restore-from={directory}")
+
+
+def settings(node, text):
+    path = node.path("/etc/fermata/config.toml")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 # Which namespace ---------------------------------------------------------------------------------------------------
@@ -142,10 +161,8 @@ def test_a_failed_create_leaves_no_namespace(node):
 def test_the_namespace_goes_when_the_shim_was_killed(node):
     python(node, "orphan", WAIT)
     assert len(named(node, "orphan")) == 1
-    for process in node.processes():
-        command = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        if any(word.endswith("shim-fermata-v1") for word in command) and "orphan" in command:
-            os.kill(process, signal.SIGKILL)
+    [daemon] = daemons(node)
+    os.kill(daemon, signal.SIGKILL)
     wait_for(lambda: named(node, "orphan") == [], "the namespace's end")
 
 
@@ -236,14 +253,21 @@ def killing(node):
         path.unlink(missing_ok=True)
 
 
-@pytest.fixture(params=["nftables", "iptables"])
+def criu_version(node):
+    return tuple(map(int, re.search(r"Version: (\d+)\.(\d+)", node.exec(["criu", "--version"]).stdout).groups()))
+
+
+@pytest.fixture(params=["fermata's way to lock", "iptables"])
 def lock_method(node, request):
-    """CRIU's two ways to lock a network, by the node's configuration."""
-    settings = node.path("/etc/fermata/config.toml")
-    settings.parent.mkdir(exist_ok=True)
-    settings.write_text(f'[criu.options]\nnetwork-lock = "{request.param}"\n')
-    yield request.param
-    settings.unlink()
+    """CRIU's ways to lock a network, by the node's configuration."""
+    if request.param != "iptables":
+        yield
+        return
+    if criu_version(node) < (4, 3):
+        pytest.skip("this CRIU takes no network-lock from a configuration file; it always uses iptables")
+    path = settings(node, '[criu.options]\nnetwork-lock = "iptables"\n')
+    yield
+    path.unlink()
 
 
 @pytest.mark.usefixtures("lock_method")
@@ -251,7 +275,7 @@ def lock_method(node, request):
 def test_criu_killed_in_a_dump_leaves_no_lock_in_a_shared_namespace(node, pod, snapshots, killing, hook):
     python(node, "victim", WAIT, *within(pod))
     killing(hook)
-    assert take(node, "victim", f"{snapshots}/{hook}", check=False).returncode != 0
+    failing_take(node, "victim", f"{snapshots}/{hook}")
     assert killing.reached.exists()
     assert loopback_works(node, pod)
     assert "CRIU" not in rules(node, pod)
@@ -275,16 +299,16 @@ def test_criu_killed_in_a_restore_leaves_no_lock_in_a_shared_namespace(node, pod
 
 def test_a_take_that_ends_the_container_leaves_no_lock(node, pod, snapshots):
     python(node, "last", WAIT, *within(pod))
-    take(node, "last", f"{snapshots}/last", "--exit")
+    take(node, "last", f"{snapshots}/last", leave_running=False)
     assert loopback_works(node, pod)
     assert "CRIU" not in rules(node, pod)
 
 
 def test_a_lock_that_somebody_else_left_is_gone_before_a_dump(node, pod, snapshots, killing):
     """As the stock runtime leaves it; this is also what it does, seen red."""
-    python(node, "stock", WAIT, *within(pod), runtime="io.containerd.runc.v2")
+    python(node, "stock", WAIT, *within(pod), runtime=STOCK)
     killing("post-dump")
-    take(node, "stock", f"{snapshots}/stock", check=False)
+    stock_take(node, "stock", f"{snapshots}/stock")
     assert not loopback_works(node, pod)
     for path in ("/srv/kill-criu", "/etc/criu/default.conf"):
         node.path(path).unlink()
@@ -305,7 +329,7 @@ def test_the_lock_of_a_dump_under_way_in_the_same_namespace_is_kept(node, pod, s
     settings.write_text("action-script /srv/hold-criu\n")
     reached = node.path("/srv/criu-reached")
     try:
-        python(node, "dumping", WAIT, *within(pod), runtime="io.containerd.runc.v2")
+        python(node, "dumping", WAIT, *within(pod), runtime=STOCK)
         dump = node.popen(["ctr", "tasks", "checkpoint", "--image-path", f"{snapshots}/dumping", "dumping"])
         wait_for(reached.exists, "the end of the dump")
         settings.unlink()
@@ -325,9 +349,9 @@ def test_the_lock_of_a_dump_under_way_in_the_same_namespace_is_kept(node, pod, s
 
 
 def test_the_command_removes_a_lock_by_hand(node, pod, snapshots, killing):
-    python(node, "stock", WAIT, *within(pod), runtime="io.containerd.runc.v2")
+    python(node, "stock", WAIT, *within(pod), runtime=STOCK)
     killing("post-dump")
-    take(node, "stock", f"{snapshots}/stock", check=False)
+    stock_take(node, "stock", f"{snapshots}/stock")
     would = node.exec(["fermata", "flush-locks", "--all", "--dry-run"]).stdout
     assert "/run/netns/pod: would remove" in would
     assert not loopback_works(node, pod)
@@ -359,14 +383,13 @@ def resolver(node):
 
 def test_a_symlinked_resolv_conf_is_restored_with_what_the_node_says_then(node, resolver):
     python(node, "resolving", WAIT, *resolver)
-    assert "10.0.0.1" in Path(f"/proc/{pid(node, 'resolving')}/root/etc/resolv.conf").read_text()
     node.ctr("containers", "checkpoint", "--task", "resolving", "resolving")
     try:
         (node.path("/run/resolve") / "stub.conf").write_text("nameserver 10.0.0.2\n")
+        assert "10.0.0.1" in Path(f"/proc/{pid(node, 'resolving')}/root/etc/resolv.conf").read_text()
+        remove(node, "resolving")
         node.ctr("containers", "restore", "--live", "resolved", "resolving")
         assert Path(f"/proc/{pid(node, 'resolved')}/root/etc/resolv.conf").read_text() == "nameserver 10.0.0.2\n"
-        # the other one keeps its own
-        assert "10.0.0.1" in Path(f"/proc/{pid(node, 'resolving')}/root/etc/resolv.conf").read_text()
     finally:
         node.ctr("images", "remove", "resolving")
 
@@ -423,9 +446,8 @@ while data := connection.recv(1):
 @pytest.fixture
 def network_sockets(node):
     """Skips where CRIU can save no network socket at all, which is not ours to change."""
-    version = re.search(r"Version: (\d+)\.(\d+)", node.exec(["criu", "--version"]).stdout)
     kernel = tuple(map(int, re.match(r"(\d+)\.(\d+)", os.uname().release).groups()))
-    if (int(version[1]), int(version[2])) < (4, 2) and kernel >= (6, 16):
+    if criu_version(node) < (4, 2) and kernel >= (6, 16):
         pytest.skip("CRIU before 4.2 asks TCP sockets for SO_PASSCRED, which kernels from 6.16 on refuse")
 
 
@@ -441,17 +463,10 @@ def said(node, name):
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def settings(node, text):
-    path = node.path("/etc/fermata/config.toml")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 def test_a_loopback_connection_and_every_kind_of_listener_survive(node, snapshots, network_sockets):
     serve(node, "server")
     wait_for(lambda: len(said(node, "server")) > 2, "the server")
-    take(node, "server", f"{snapshots}/server", "--exit")
+    take(node, "server", f"{snapshots}/server", leave_running=False)
     last = int(said(node, "server")[-1][0])
     serve(node, "after", *restore_from(f"{snapshots}/server"))
     wait_for(lambda: len(said(node, "after")) > 2, "the restored server")
@@ -491,7 +506,7 @@ def taken(node, old_pod, snapshots, network_sockets):
     serve(node, "server", *within(old_pod), arguments=("10.201.7.2", "10.201.7.1"))
     wait_for(lambda: len(said(node, "server")) > 2, "the server")
     assert said(node, "server")[-1][1:] == [*["answers"] * 5, "y"]
-    take(node, "server", f"{snapshots}/server", "--exit")
+    take(node, "server", f"{snapshots}/server", leave_running=False)
     wait_for(lambda: "STOPPED" in node.ctr("tasks", "list").stdout, "the server's end")
     remove(node, "server")
     return f"{snapshots}/server"

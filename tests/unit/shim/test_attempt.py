@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shim.attempt import Attempt, directories
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may make control groups")
+
+
+@pytest.fixture
+def group():
+    """The path of a control group that is nowhere yet."""
+    path = f"/fermata-unit-{os.getpid()}/container"
+    yield path
+    for directory in map(Path, directories(path)):
+        for member in (directory / "below", directory, directory.parent):
+            if member.exists():
+                member.rmdir()
+
+
+def fill(path: str, below: str = "") -> subprocess.Popen:
+    """Make the control group wherever it can be made, and put a process in."""
+    process = subprocess.Popen(["sleep", "60"])
+    for directory in directories(path):
+        member = Path(directory, below)
+        try:
+            member.mkdir(parents=True, exist_ok=True)
+            (member / "cgroup.procs").write_text(str(process.pid))
+        except OSError:  # cpuset without processors, and hierarchies that are read-only
+            continue
+    assert any(Path(directory).is_dir() for directory in directories(path))
+    return process
+
+
+def test_what_a_failed_attempt_left_is_ended_and_removed(group):
+    attempt = Attempt(group)
+    processes = [fill(group), fill(group, "below")]
+    assert attempt.undo() == 2
+    assert [process.wait(10) for process in processes] == [-9, -9]
+    assert not any(Path(directory).exists() for directory in directories(group))
+    assert attempt.undo() == 0
+
+
+def test_a_frozen_process_is_ended_too(group):
+    attempt = Attempt(group)
+    process = fill(group)
+    for directory in map(Path, directories(group)):
+        for name, word in (("freezer.state", "FROZEN"), ("cgroup.freeze", "1")):
+            if (directory / name).exists():
+                (directory / name).write_text(word)
+    assert attempt.undo() == 1
+    assert process.wait(10) == -9
+
+
+def test_a_group_that_was_there_before_is_not_touched(group):
+    process = fill(group)
+    try:
+        assert Attempt(group).undo() == 0
+        assert process.poll() is None
+        assert any(Path(directory).exists() for directory in directories(group))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_systemds_way_to_name_a_group_is_understood():
+    for found in directories("kubepods-burstable-pod1.slice:cri-containerd:abc"):
+        assert found.endswith(
+            "/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod1.slice/cri-containerd-abc.scope"
+        )
+    for found in directories(":ctr:abc"):
+        assert found.endswith("/system.slice/ctr-abc.scope")
+
+
+@pytest.mark.parametrize("path", ["/", "/..", "//", "/a/..", "/../.."])
+def test_the_root_of_a_hierarchy_is_never_named(path):
+    """Asked of the names alone: nobody should try what happens if it were."""
+    assert directories(path) == []
