@@ -118,6 +118,7 @@ def examine(address: str, directories: list[str]) -> Iterator[Line]:
         ("containerd", lambda: _containerd(daemon, address)),
         ("runtime", lambda: _runtime(daemon)),
         ("stock shim", lambda: _stock_shim(daemon, config)),
+        ("diffs", lambda: _diffs(daemon)),
         ("runc", _runc),
         ("CRIU", lambda: _criu(config)),
         ("kernel", _kernel),
@@ -256,6 +257,13 @@ def _dumped(daemon: Containerd) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def _diffs(daemon: Containerd | None) -> Iterator[Line]:
+    from differ.check import check
+
+    found = check(_dumped(daemon) if daemon else None)
+    yield Line(found.level, "diffs", found.text, found.fix)
 
 
 def _disabled(configured: str) -> str:

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -154,7 +155,7 @@ def diffs(node, base):
 
 @pytest.fixture
 def key(request):
-    return f"{request.node.name}".replace("[", "-").replace("]", "").replace("/", "-")[:60]
+    return re.sub(r"[^a-z0-9]+", "-", request.node.name)[-60:].strip("-")
 
 
 def log(node):
@@ -210,13 +211,18 @@ def test_a_committed_layer_and_one_over_nothing_are_ours_too(node, diffs, base, 
 @pytest.mark.parametrize("kind", ["", "+gzip", "+zstd"])
 def test_every_media_type_has_its_form_and_its_label(node, diffs, base, key, kind):
     diffs.layer(key, CHANGES, base[1])
-    made = diffs.diff(key, base[1], media_type=TAR + kind, labels={"of": "mine"})
+    try:
+        made = diffs.diff(key, base[1], media_type=TAR + kind, labels={"of": "mine"})
+    except Failed as failure:
+        # Python 3.13 without its package zstandard, and containerd 1.7 whose walking differ has no zstd either.
+        assert (kind, failure.code) == ("+zstd", "UNIMPLEMENTED")
+        assert "python3-zstandard" in log(node)
+        assert node.containerd_version() < (2,)
+        return
     assert made["media_type"] == TAR + kind
     found = diffs.labels(made["digest"])
     assert found["of"] == "mine"
-    uncompressed = diffs.diff(key, base[1], media_type=TAR)
-    if "left to the next differ: zstd needs" not in log(node):  # Python 3.13 without its zstandard
-        assert found[UNCOMPRESSED] == uncompressed["digest"]
+    assert found[UNCOMPRESSED] == diffs.diff(key, base[1], media_type=TAR)["digest"]
     diffs.apply(f"{key}-applied", base[1], **made)
     assert diffs.differences(f"{key}-applied", key, seconds=True) == []
 
@@ -394,7 +400,8 @@ def test_many_requests_at_once_are_answered_in_bounded_memory(node, diffs, base,
             assert listed == ["./", name]
     status = Path(f"/proc/{node.differ_pid()}/status").read_text()
     peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
-    assert peak < 400 << 10, f"{peak} KiB"
+    print(f"{len(names)} at once: {peak} KiB at most")
+    assert peak < 400 << 10
 
 
 CONNECT = """
@@ -423,13 +430,23 @@ def test_root_alone_can_connect(node):
 
 def test_containerd_starts_without_the_differ_and_finds_it_later(node, diffs, base, key):
     diffs.layer(key, CHANGES, base[1])
+    made = diffs.diff(key, base[1])
     node.stop_containerd()
     node.stop_differ()
     node.start_containerd()
     with pytest.raises(Failed, match="UNAVAILABLE"):
         diffs.diff(key, base[1])
+    with pytest.raises(Failed, match="UNAVAILABLE"):
+        diffs.apply(f"{key}-applied", base[1], **made)
+    assert doctor(node) == "problem"
     node.start_differ()
-    assert wait_for(lambda: _unless(Failed, lambda: diffs.diff(key, base[1])), "the differ to be found")
+    assert wait_for(lambda: _unless(Failed, lambda: diffs.diff(key, base[1])), "the differ to be found") == made
+    assert doctor(node) == "ok"
+
+
+def doctor(node):
+    said = json.loads(node.exec(["fermata", "doctor", "--json"], check=False).stdout)
+    return next(line["level"] for line in said["lines"] if line["name"] == "diffs")
 
 
 SYSTEMD = """
@@ -481,11 +498,10 @@ def test_a_checkpoint_with_the_writable_layer_is_made_and_restored_by_ctr(node):
     node.ctr("containers", "checkpoint", "--task", "--rw", "whole", "checkpoint/whole:1")
     assert left_to_walking(node, before) == 0
     assert log(node)[before:].count("default: /var/lib/containerd/") == 1
-    for _ in range(2):
-        node.ctr("tasks", "delete", "--force", "whole")
-        node.ctr("containers", "delete", "whole")
-        node.ctr("containers", "restore", "--live", "--rw", "whole", "checkpoint/whole:1")
-        pid = int(node.ctr("tasks", "list").stdout.splitlines()[1].split()[1])
-        assert Path(f"/proc/{pid}/root/kept").read_text() == "kept"
+    node.ctr("tasks", "delete", "--force", "whole")
+    node.ctr("containers", "delete", "whole")
+    node.ctr("containers", "restore", "--live", "--rw", "whole", "checkpoint/whole:1")
+    pid = int(node.ctr("tasks", "list").stdout.splitlines()[1].split()[1])
+    assert Path(f"/proc/{pid}/root/kept").read_text() == "kept"
     node.ctr("tasks", "delete", "--force", "whole")
     node.ctr("containers", "delete", "whole")

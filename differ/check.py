@@ -1,0 +1,103 @@
+"""Whether this node's containerd asks fermata-differ for diffs, and whether it answers: a line for `fermata doctor`."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SOCKET = "/run/fermata-differ/differ.sock"
+
+
+class Finding:
+    """level "ok", "warning" or "problem"; text what was found; fix what mends it, or None."""
+
+    __slots__ = ("fix", "level", "text")
+
+    def __init__(self, level: str, text: str, fix: str | None = None) -> None:
+        self.level = level
+        self.text = text
+        self.fix = fix
+
+    def __repr__(self) -> str:
+        return f"Finding({self.level!r}, {self.text!r}, {self.fix!r})"
+
+
+def check(configuration: str | None, answers: Callable[[str], str | None] | None = None) -> Finding:
+    """What containerd's configuration says of a differ of ours, and whether that can be true.
+
+    `configuration` is containerd's whole configuration as `containerd config dump` prints it; None if it is not known.
+    `answers` tries the socket: what is wrong with it, or None.
+    """
+    if configuration is None:
+        return Finding("warning", "containerd's configuration is not known, so neither is who makes its diffs")
+    name, address = _plugin(configuration)
+    order = _order(configuration)
+    if not name:
+        return Finding(
+            "ok",
+            "not switched on: containerd compares whole images for its diffs, which takes seconds for large ones",
+            "see docs/differ.md to switch it on",
+        )
+    if name not in order:
+        return Finding(
+            "warning",
+            f"configured as {name}, but containerd's diff service asks {', '.join(order) or 'others'} alone",
+            f'put default = ["{name}", "walking"] under [plugins."io.containerd.service.v1.diff-service"]',
+        )
+    if order[0] != name or "walking" not in order[1:]:
+        return Finding(
+            "problem",
+            f"containerd's diff service asks {', '.join(order)}: {name} has to be the first, and walking behind it",
+            f'put default = ["{name}", "walking"] under [plugins."io.containerd.service.v1.diff-service"]',
+        )
+    wrong = (answers or _try)(address)
+    if wrong is not None:
+        return Finding(
+            "problem",
+            f"{wrong}, and containerd asks there first for every diff and every layer that it unpacks: both fail",
+            "systemctl enable --now fermata-differ.socket",
+        )
+    return Finding("ok", f"fermata-differ answers on {address}")
+
+
+def _plugin(configuration: str) -> tuple[str, str]:
+    """The name and the socket of a proxy plugin whose address is a fermata-differ's; ("", "") if there is none."""
+    for name, body in re.findall(r"(?m)^\s*\[proxy_plugins\.([^\]]+)\]\n((?:(?!\s*\[).*\n?)*)", configuration):
+        values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*['\"]([^'\"]*)['\"]", body))
+        if values.get("type") in ("diff", "io.containerd.differ.v1") and "fermata" in values.get("address", ""):
+            return name.strip("'\""), values["address"]
+    return "", ""
+
+
+def _order(configuration: str) -> list[str]:
+    """The names in `default` of the diff service."""
+    found = re.search(
+        r"\[plugins\.['\"]io\.containerd\.service\.v1\.diff-service['\"]\]\n(?:(?!\s*\[plugins).*\n)*?"
+        r"\s*default\s*=\s*\[([^\]]*)\]",
+        configuration,
+    )
+    return re.findall(r"['\"]([^'\"]*)['\"]", found[1]) if found else []
+
+
+def _try(address: str) -> str | None:
+    """Connect, and wait for the first bytes that every gRPC server sends: its HTTP/2 settings (RFC 9113, 3.4)."""
+    try:
+        mode = os.stat(address).st_mode
+    except OSError as failure:
+        return f"{address}: {failure.strerror}"
+    if mode & 0o077 and os.stat(os.path.dirname(address)).st_mode & 0o011:
+        return f"{address} is open to others than root"
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(10)
+        try:
+            probe.connect(address)
+            probe.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
+            head = probe.recv(9)
+        except OSError as failure:
+            return f"{address} does not answer: {failure.strerror or failure}"
+    return None if len(head) == 9 and head[3] == 4 else f"what answers on {address} is no gRPC server"
