@@ -20,7 +20,7 @@ from node.leftovers import clear, leftovers
 
 IMAGE = "docker.io/library/fermata-test:latest"
 TOP = "/srv/check"
-NAMESPACE = "check"
+NAMESPACE = "default"
 AGAIN = "copy the snapshot again, whole"
 WAIT = """
 import mmap, time
@@ -52,7 +52,6 @@ def source(running_node):
     (top / "models/weights").write_bytes(b"w" * 5000)
     (top / "models/weights").chmod(0o644)
     (top / "motd").write_text("hello\n")
-    node.import_image(namespace=NAMESPACE)
     options = ["--namespace", NAMESPACE, "run", "--detach", "--runtime", OURS, *FITS]
     node.ctr(*options[2:], IMAGE, "source", "python3", "-c", WAIT, namespace=NAMESPACE)
     rootfs = f"/run/containerd/io.containerd.runtime.v2.task/{NAMESPACE}/source/rootfs/srv-up"

@@ -291,9 +291,10 @@ def test_a_snapshot_is_looked_at_listed_and_removed(node, top):
 
 
 def test_the_socket_and_the_namespace_may_come_from_the_environment(node, top):
-    node.import_image(namespace="team")
-    node.ctr("run", "--detach", "--runtime", OURS, IMAGE, "x", "sleep", "1000", namespace="team")
-    environment = {"CONTAINERD_NAMESPACE": "team", "CONTAINERD_ADDRESS": f"unix://{SOCKET}"}
-    node.exec(["fermata", "checkpoint", "x", f"{TOP}/s"], env=environment)
-    node.exec(["fermata", "restore", f"{TOP}/s", "y"], env=environment)
-    assert "y" in node.ctr("tasks", "list", "-q", namespace="team").stdout.split()
+    start(node, "here")
+    environment = {"CONTAINERD_ADDRESS": f"unix://{SOCKET}", "CONTAINERD_NAMESPACE": "elsewhere"}
+    done = node.exec(["fermata", "checkpoint", "here", f"{TOP}/s"], env=environment, check=False)
+    assert done.stderr.startswith("fermata: no container here in containerd's namespace elsewhere: ")
+    node.exec(["fermata", "checkpoint", "-n", "default", "here", f"{TOP}/s"], env=environment)
+    done = fermata(node, "checkpoint", "--address", "/other.sock", "here", f"{TOP}/t", check=False)
+    assert "does not answer at /other.sock" in done.stderr
