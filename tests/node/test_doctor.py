@@ -49,7 +49,7 @@ def doctor(node, *words):
 
 
 def problems(lines):
-    """What is wrong with the node alone: lock rules may be of whoever else uses the machine, whose network it shares."""
+    """What is wrong with the node alone: lock rules may be of others, who share the machine and its network."""
     return [
         line for name, many in lines.items() for line in many if name != "lock rules" and line["level"] == "problem"
     ]
