@@ -165,8 +165,9 @@ class NewTree:
             if entry.sparse is not None:
                 os.ftruncate(fd, entry.size)
             for offset, length in ((0, entry.size),) if entry.sparse is None else entry.sparse:
-                os.lseek(fd, offset, os.SEEK_SET)
-                left = length
+                shared = source.share(fd, offset, length)
+                os.lseek(fd, offset + shared, os.SEEK_SET)
+                left = length - shared
                 while left:
                     part = source.some(left)
                     if not part:

@@ -43,16 +43,20 @@ _SHARED_LEAST = 64 << 10
 class Piece:
     """A part of the tar on its way through the stages: `used` bytes of `view`, at `offset` of the tar.
 
-    `shared`: the bytes are in the file already, which shares them with the one they are of, and the view is empty.
+    `shared`: the bytes are in the file already, which shares them with the one they are of, and the view is empty. They
+    can be read from `source` too, at `source_offset`, while that is `unchanged`.
     """
 
-    __slots__ = ("frame", "offset", "ready", "shared", "used", "view")
+    __slots__ = ("frame", "offset", "ready", "shared", "source", "source_offset", "unchanged", "used", "view")
 
     def __init__(self, size: int) -> None:
         self.view = memoryview(bytearray(size))
         self.used = 0
         self.offset = 0
         self.shared = False
+        self.source = -1
+        self.source_offset = 0
+        self.unchanged = (0, 0, 0)
         self.frame = b""
         self.ready: SimpleQueue[None] = SimpleQueue()
 
@@ -141,6 +145,7 @@ class Sink:
             self.flush()
         piece = Piece(0)
         piece.used, piece.offset, piece.shared = whole, self._start, True
+        piece.source, piece.source_offset, piece.unchanged = os.dup(fd), offset, _version(fd)
         self._start += whole
         self._hand_on(piece)
         return whole
@@ -212,8 +217,10 @@ class Sink:
                         step(piece)
                     except BaseException as failure:
                         self._failure = failure
-                if piece.view or target is not self._free:
+                if target is not self._free or piece.view:
                     target.put(piece)
+                else:
+                    os.close(piece.source)
             target.put(None)
 
         self._start_thread(run)
@@ -248,16 +255,27 @@ class Sink:
         self._hash.update(piece.view[: piece.used])
 
     def _digest_shared(self, piece: Piece) -> None:
-        buffer = memoryview(bytearray(_BUFFER))
-        offset, end = piece.offset, piece.offset + piece.used
-        while offset < end:
-            if self._failure is not None:  # the layer was given up
-                return
-            got = os.preadv(self.fd, (buffer[: end - offset],), offset)
-            if got == 0:
+        """Hash what is shared, where it comes from: there it is in the page cache, and in the layer it is not.
+
+        If the file changed since, which a running container may do, it is the layer that counts.
+        """
+        before = self._hash.copy()
+        same = self._digest_range(piece.source, piece.source_offset, piece.used)
+        if not same or _version(piece.source) != piece.unchanged:
+            self._hash = before
+            if not self._digest_range(self.fd, piece.offset, piece.used):
                 raise LayerError("the layer file was cut off while it was written")
+
+    def _digest_range(self, fd: int, offset: int, size: int) -> bool:
+        buffer = memoryview(bytearray(_BUFFER))
+        while size and self._failure is None:
+            got = os.preadv(fd, (buffer[:size],), offset)
+            if got == 0:
+                return False
             self._hash.update(buffer[:got])
             offset += got
+            size -= got
+        return True
 
 
 class ZstdSink(Sink):
@@ -326,6 +344,11 @@ class ZstdSink(Sink):
         self._file_hash.update(piece.frame)
         self._written += len(piece.frame)
         piece.frame = b""
+
+
+def _version(fd: int) -> tuple[int, int, int]:
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

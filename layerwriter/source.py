@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from _queue import SimpleQueue
+from fcntl import ioctl
 
 from layerwriter.layer import LayerError
 
@@ -14,6 +16,16 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 20
 _PIECES = 4
+
+_FICLONERANGE = 0x4020940D  # ioctl_ficlonerange(2)
+_SHARING_UNIT = 4096
+_SHARED_LEAST = 64 << 10
+"""Bytes below which sharing extents costs more than copying."""
+
+
+def _version(fd: int) -> tuple[int, int, int]:
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 class Source:
@@ -39,11 +51,20 @@ class Source:
         self._view = memoryview(b"")
         self._failure: BaseException | None = None
         self._thread: Thread | None = None
+        self._compressed = False
+        self._shares = True
+        self._version = _version(fd)
+        self._begin(0)
+
+    def _begin(self, offset: int) -> None:
+        """Start to read at an offset of the file."""
         self._stopped = False
+        self._at = 0
+        self._view = memoryview(b"")
         self._full: SimpleQueue[memoryview | None] = SimpleQueue()
         self._room: SimpleQueue[None] = SimpleQueue()
-        self._pieces = self._tar()
-        if os.fstat(fd).st_size > PIECE:
+        self._pieces = self._tar() if offset == 0 else self._file(offset)
+        if os.fstat(self._fd).st_size > offset + PIECE:
             from threading import Thread
 
             for _ in range(_PIECES):
@@ -80,11 +101,39 @@ class Source:
         self.position += len(taken)
         return taken
 
+    def share(self, fd: int, offset: int, size: int) -> int:
+        """Give a file up to `size` of the next bytes, at `offset`, by sharing the layer's extents.
+
+        Returns how many, a multiple of 4 KiB; 0 where the layer does not allow it, or the file system.
+        """
+        whole = size - size % _SHARING_UNIT
+        if not self._shares or self._compressed or whole < _SHARED_LEAST:
+            return 0
+        if self.position % _SHARING_UNIT or offset % _SHARING_UNIT:
+            return 0
+        try:
+            ioctl(fd, _FICLONERANGE, struct.pack("qQQQ", self._fd, self.position, whole, offset))
+        except OSError:
+            self._shares = False  # another file system, or one that cannot share
+            return 0
+        end = self.position + whole
+        if self._hash is None and whole > _PIECES * PIECE:
+            self.close()
+            self.position = end
+            self._begin(end)
+        while self.position < end:
+            if not self.some(end - self.position):
+                raise LayerError("the file ends in the middle of an entry: it was cut off")
+        return whole
+
     def finish(self) -> None:
         """Check the digest, at the end of the tar."""
         if self.some(1):
             raise LayerError("the layer has not been read to its end")
         self.close()
+        if _version(self._fd) != self._version:
+            # Files that share extents with the layer must hold what was hashed.
+            raise LayerError("the layer file was written to while it was applied")
         if self._hash is not None and f"sha256:{self._hash.hexdigest()}" != self._digest:
             raise LayerError(
                 f"the layer's digest is sha256:{self._hash.hexdigest()}, but {self._digest} was expected: "
@@ -138,6 +187,7 @@ class Source:
 
     def _tar(self) -> Generator[memoryview, None, None]:
         start = os.pread(self._fd, 4, 0)
+        self._compressed = True
         if start[:2] == b"\x1f\x8b":
             from layerwriter.compression import gunzip
 
@@ -146,11 +196,11 @@ class Source:
             from layerwriter.compression import unzstd
 
             return unzstd(self._file())
+        self._compressed = False
         return self._file()
 
-    def _file(self) -> Generator[memoryview, None, None]:
+    def _file(self, offset: int = 0) -> Generator[memoryview, None, None]:
         """The file's bytes, each piece hashed. Pieces are not used again: whoever has a view of one keeps it alive."""
-        offset = 0
         while True:
             piece = memoryview(bytearray(PIECE))
             got = os.preadv(self._fd, (piece,), offset)
