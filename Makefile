@@ -4,6 +4,8 @@ PREFIX ?= /usr/local
 PYTHON ?= python3
 LIB = $(DESTDIR)$(PREFIX)/lib/fermata
 BIN = $(DESTDIR)$(PREFIX)/bin
+UNITS = $(DESTDIR)$(PREFIX)/lib/systemd/system
+SHARE = $(DESTDIR)$(PREFIX)/share/fermata
 PACKAGES = shim layerwriter criuconf differ
 SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
@@ -44,10 +46,16 @@ install:
 	install -d $(LIB) $(BIN)
 	tar -cf - --exclude=__pycache__ $(PACKAGES) | tar -xf - -C $(LIB) --no-same-owner --no-same-permissions
 	for script in $(SCRIPTS); do test ! -e packaging/bin/$$script || install -m 755 packaging/bin/$$script $(BIN)/ || exit 1; done
+	install -d $(UNITS) $(SHARE)
+	for unit in socket service; do \
+	  sed 's|/usr/local|$(PREFIX)|' packaging/systemd/fermata-differ.$$unit >$(UNITS)/fermata-differ.$$unit || exit 1; \
+	done
+	install -m 644 packaging/containerd/fermata-differ-v2.toml packaging/containerd/fermata-differ-v3.toml $(SHARE)/
 	test -n "$(DESTDIR)" || $(PYTHON) -I -m compileall -q $(LIB)
 
 uninstall:
-	rm -rf $(LIB)
+	rm -rf $(LIB) $(SHARE)
+	rm -f $(UNITS)/fermata-differ.socket $(UNITS)/fermata-differ.service
 	cd $(BIN) && rm -f $(SCRIPTS)
 
 clean:
