@@ -15,7 +15,7 @@ TOOLS = pytest pytest-timeout hypothesis protobuf grpcio "mypy>=2.4,<3" "ruff>=0
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
 
-.PHONY: test lint unit node bench demo install uninstall clean programs
+.PHONY: test lint unit node bench demo install uninstall deb clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts.
 test: $(VENV)/ready
@@ -50,13 +50,18 @@ install:
 	for unit in socket service; do \
 	  sed 's|/usr/local|$(PREFIX)|' packaging/systemd/fermata-differ.$$unit >$(UNITS)/fermata-differ.$$unit || exit 1; \
 	done
-	install -m 644 packaging/containerd/fermata-differ-v2.toml packaging/containerd/fermata-differ-v3.toml $(SHARE)/
+	for file in packaging/containerd/*.toml packaging/kubernetes/*.yaml; do \
+	  sed 's|/usr/local|$(PREFIX)|' $$file >$(SHARE)/$${file##*/} || exit 1; \
+	done
 	test -n "$(DESTDIR)" || $(PYTHON) -I -m compileall -q $(LIB)
 
 uninstall:
 	rm -rf $(LIB) $(SHARE)
 	rm -f $(UNITS)/fermata-differ.socket $(UNITS)/fermata-differ.service
 	cd $(BIN) && rm -f $(SCRIPTS)
+
+deb:
+	@$(PYTHON) packaging/deb/build.py dist
 
 clean:
 	$(PYTHON) packaging/node down --all
