@@ -18,12 +18,6 @@ def test_the_legacy_options_of_a_container_become_runcs():
     assert task.RuncOptions.decode(request.options.value).io_uid == 100000
 
 
-def test_empty_legacy_options_become_runcs_too():
-    request = task.CreateTaskRequest(options=AnyMessage(type_url=task.LEGACY_RUNC_OPTIONS))
-    _runc_options(request)
-    assert (request.options.type_url, request.options.value) == (task.RUNC_OPTIONS, b"")
-
-
 def test_the_legacy_options_of_a_checkpoint_become_runcs():
     legacy = task.LegacyCheckpointOptions(exit=True, open_tcp=True, work_path="/work", image_path="/images")
     carried = AnyMessage(type_url=task.LEGACY_CHECKPOINT_OPTIONS, value=legacy.encode())
