@@ -11,7 +11,7 @@ SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
 VENV = .venv
 # Another minor version of ruff may format or check otherwise.
-TOOLS = pytest pytest-timeout hypothesis protobuf grpcio "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema
+TOOLS = pytest pytest-timeout hypothesis protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
 

@@ -1,0 +1,55 @@
+"""Who may import whom: layerwriter and criuconf stand on their own, and the shim starts without costly modules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from node.stack import PROJECT
+
+# Each package, and the others of ours that it may import (`fermata doctor` looks at the differ).
+MAY = {
+    "layerwriter": set(),
+    "criuconf": set(),
+    "shim": {"layerwriter", "criuconf", "differ"},
+    "differ": {"layerwriter", "shim"},
+}
+# Measured at a shim's start: 15 to 45 ms each, for every container. (json, without which no bundle is read, needs re.)
+COSTLY = ("typing", "dataclasses", "subprocess", "socket", "argparse", "tempfile", "shutil", "asyncio", "tomllib")
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield (node.module or "").split(".")[0]
+
+
+@pytest.mark.parametrize("package", MAY)
+def test_a_package_imports_only_what_it_may(package):
+    files = sorted((PROJECT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        others = set(imported(path)) & (set(MAY) | {"node", "tests"}) - {package}
+        assert others <= MAY[package], f"{path.relative_to(PROJECT)} imports {sorted(others - MAY[package])}"
+
+
+@pytest.mark.parametrize("package", MAY)
+def test_a_package_needs_no_other_distribution_at_run_time(package):
+    optional = {"grpc", "zstandard", "compression", "tomli", "typing_extensions"}
+    for path in sorted((PROJECT / package).rglob("*.py")):
+        foreign = {name for name in imported(path) if name not in sys.stdlib_module_names and name not in MAY}
+        assert foreign <= optional | {"__future__"}, f"{path.relative_to(PROJECT)} imports {sorted(foreign - optional)}"
+
+
+def test_the_shim_starts_without_what_is_costly():
+    program = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); import shim.bootstrap, shim.snapshot, shim.relay\n"
+    program += f"print(*[name for name in {COSTLY!r} if name in sys.modules])"
+    said = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout.split() == []
