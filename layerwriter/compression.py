@@ -235,7 +235,8 @@ def _blocks(feed: _Feed, head: int, checksum: int) -> Iterator[bytes]:
             yield b"".join(parts)
             parts.clear()
     parts.append(feed.take(checksum))
-    yield b"".join(parts)
+    if rest := b"".join(parts):  # a decompressor that is at the end of its frame takes nothing more
+        yield rest
 
 
 def _join(blocks: Iterator[bytes], most: int) -> bytes:

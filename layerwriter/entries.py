@@ -13,6 +13,7 @@ from fcntl import ioctl
 
 from layerwriter import header
 from layerwriter.layer import LayerError, shown
+from layerwriter.links import Links
 from layerwriter.overlay import Marks, split_xattrs
 
 TYPE_CHECKING = False
@@ -68,7 +69,7 @@ class Entries:
         self.sink = sink
         self.count = 0
         self._prefix = prefix
-        self._links: dict[tuple[int, int], list[bytes]] = {}
+        self._links = Links()
         self._lost: dict[str, list[str]] = {}
         self._lost_count: dict[str, int] = {}
 
@@ -246,14 +247,9 @@ class Entries:
 
     def _linked(self, found: os.stat_result, path: bytes) -> bool:
         """Put a hard link if the inode was met under another name, else remember this one."""
-        key = (found.st_dev, found.st_ino)
-        known = self._links.get(key)
-        if known is None:
-            self._links[key] = [path] * (found.st_nlink - 1)
+        target = self._links.first(found, path)
+        if target is None:
             return False
-        target = known.pop()
-        if not known:
-            del self._links[key]
         records = b""
         name = target
         if b".wh." in target:

@@ -21,6 +21,12 @@ REGULAR, LINK, SYMLINK, CHARACTER, BLOCK_DEVICE, DIRECTORY, FIFO = b"0", b"1", b
 RECORDS_LIMIT = 8 << 20
 """Bytes of pax records of one entry that are written and read. Go's archive/tar stops at 1 MiB."""
 
+_RECORDS_MOST = 50_000
+"""Records of one entry: a kernel lets an inode have at most 64 KiB of names of attributes."""
+
+PATH_LIMIT = 1 << 20
+"""Bytes of a path. A kernel takes 4 KiB at a time, but trees can be deeper than that."""
+
 _OCTAL_7 = 0o7777777
 _OCTAL_11 = 0o77777777777
 _TAIL = bytes(32 + 32) + b"0000000\0" * 2 + bytes(155 + 12)
@@ -103,6 +109,8 @@ def encode(
     if atime != mtime:
         records += time_record(b"atime", atime)
     if len(path) > 100 or not path.isascii():
+        if len(path) > PATH_LIMIT:
+            raise LayerError(f"{shown(path[:200])}...: a path of {len(path)} bytes is longer than a layer can have")
         records += record(b"path", path)
     if len(link) > 100 or not link.isascii():
         records += record(b"linkpath", link)
@@ -257,6 +265,7 @@ def parse_records(data: bytes) -> dict[bytes, bytes]:
     GNU tar's old sparse formats repeat two keys; their values are joined by commas. Raises LayerError.
     """
     records: dict[bytes, bytes] = {}
+    repeated: list[bytes] = []
     at, end = 0, len(data)
     while at < end:
         space = data.find(b" ", at, at + 10)
@@ -271,11 +280,14 @@ def parse_records(data: bytes) -> dict[bytes, bytes]:
         if not key:
             raise LayerError("a pax record has no key")
         if key in (b"GNU.sparse.offset", b"GNU.sparse.numbytes"):
-            key = b"GNU.sparse.map"
-            if key in records:
-                value = records[key] + b"," + value
-        records[key] = value
+            repeated.append(value)
+        else:
+            records[key] = value
+        if len(records) + len(repeated) > _RECORDS_MOST:
+            raise LayerError(f"an extended header has more than {_RECORDS_MOST} records")
         at = stop
+    if repeated:
+        records[b"GNU.sparse.map"] = b",".join(repeated)
     return records
 
 

@@ -16,6 +16,7 @@ from layerwriter.header import (
     DIRECTORY,
     FIFO,
     LINK,
+    PATH_LIMIT,
     RECORDS_LIMIT,
     REGULAR,
     SYMLINK,
@@ -301,7 +302,10 @@ class Reader:
         if fields.get(b"major") == b"1" and fields.get(b"minor") == b"0":
             numbers, used = self._map()
         elif b"map" in fields and fields.get(b"major", b"0") == b"0":
-            numbers, used = [parse_integer(n, "its sparse map") for n in fields[b"map"].split(b",")], 0
+            text = fields[b"map"]
+            if text.count(b",") > _MAP_LIMIT:
+                raise LayerError("its sparse map has too many parts")
+            numbers, used = [parse_integer(part, "its sparse map") for part in text.split(b",")], 0
         else:
             raise LayerError("a sparse file in a format that is not known")
         _set_parts(entry, numbers, parse_integer(real, "its size"), entry.size - used)
@@ -378,6 +382,8 @@ def _clean(path: bytes, what: str) -> bytes:
     """A path without `.` and without needless slashes; b"" is the root. Raises LayerError for one that may lead out."""
     if b"\0" in path:
         raise LayerError(f"{what} has a zero byte in it")
+    if len(path) > PATH_LIMIT:
+        raise LayerError(f"{what} has {len(path)} bytes")
     if b"/." not in path and b"//" not in path and path[:1] not in (b"/", b".", b""):
         return path[:-1] if path[-1] == 0x2F else path
     if path.startswith(b"/"):

@@ -104,7 +104,6 @@ def measure(upperdir: Path) -> Size:
     descent = Descent(root)
     below = [listing(root)]
     size, count = 1024, 1
-    seen: set[int] = set()
     try:
         while below:
             for name, kind in below[-1]:
@@ -119,10 +118,8 @@ def measure(upperdir: Path) -> Size:
                     found = os.stat(name, dir_fd=descent.fd, follow_symlinks=False)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
-                if found.st_nlink == 1 or found.st_ino not in seen:
-                    size += min(found.st_size, found.st_blocks * 512)
-                if found.st_nlink > 1:
-                    seen.add(found.st_ino)
+                # Of several hard links, one has the data: counted in parts, none has to be remembered.
+                size += min(found.st_size, found.st_blocks * 512) // max(found.st_nlink, 1)
             else:
                 below.pop()
                 if below:
