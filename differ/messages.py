@@ -82,17 +82,6 @@ class DiffResponse(Message):
     FIELDS = {3: ("diff", Descriptor)}
 
 
-class ApplyRequest(Message):
-    diff: Descriptor | None
-    mounts: list[Mount]
-    FIELDS = {1: ("diff", Descriptor), 2: ("mounts", [Mount])}
-
-
-class ApplyResponse(Message):
-    applied: Descriptor | None
-    FIELDS = {1: ("applied", Descriptor)}
-
-
 class WriteContentRequest(Message):
     """`offset` 0 of a write empties what a former writer left under the same reference."""
 

@@ -97,8 +97,8 @@ def _chain(which: str, mounts: Iterable[Mount]) -> _Chain:
     if len(listed) != 1:
         raise Unsuited(f"{which} is {len(listed)} mounts")
     mount = listed[0]
-    if mount.target not in ("", "/"):
-        raise Unsuited(f"{which} is mounted at {mount.target}")
+    if mount.target not in ("", "/") or mount.unknown:
+        raise Unsuited(f"{which} is a mount with more than is known here: {mount.target or mount.unknown!r}")
     if mount.type == "bind":
         if not set(mount.options) <= _BIND:
             raise Unsuited(f"{which} has an option that is not known here: {', '.join(mount.options)}")

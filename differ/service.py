@@ -79,15 +79,11 @@ class Differ:
                 request_deserializer=messages.DiffRequest.decode,
                 response_serializer=messages.DiffResponse.encode,
             ),
-            "Apply": grpc.unary_unary_rpc_method_handler(
-                self.apply,
-                request_deserializer=messages.ApplyRequest.decode,
-                response_serializer=messages.ApplyResponse.encode,
-            ),
+            "Apply": grpc.unary_unary_rpc_method_handler(self.apply),
         }
         return grpc.method_handlers_generic_handler(messages.DIFF, methods)
 
-    def apply(self, request: messages.ApplyRequest, context: grpc.ServicerContext) -> messages.ApplyResponse:
+    def apply(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Unpacking a layer is containerd's own. It asks here first, for every layer of every image."""
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "fermata-differ makes layers and applies none")
         raise AssertionError  # abort() raises

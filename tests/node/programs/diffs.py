@@ -35,6 +35,10 @@ class PrepareRequest(Message):
     FIELDS = {1: ("snapshotter", str), 2: ("key", str), 3: ("parent", str), 4: ("labels", [messages.Entry])}
 
 
+class ApplyRequest(Message):
+    FIELDS = {1: ("diff", messages.Descriptor), 2: ("mounts", [messages.Mount])}
+
+
 class Statuses(Message):
     FIELDS = {1: ("statuses", [type("Status", (Message,), {"FIELDS": {3: ("ref", str)}})])}
 
@@ -111,8 +115,8 @@ def diff(key, parent, *, walking=False, media_type=GZIP, ref="", labels=None, ep
 def apply(key, parent, media_type, digest, size):
     """Have containerd apply a layer to a new snapshot over `parent`."""
     descriptor = messages.Descriptor(media_type=media_type, digest=digest, size=size)
-    request = messages.ApplyRequest(diff=descriptor, mounts=prepare(key, parent))
-    content.Store(CHANNEL, "default").call(messages.DIFF, "Apply", request, messages.ApplyResponse)
+    request = ApplyRequest(diff=descriptor, mounts=prepare(key, parent))
+    content.Store(CHANNEL, "default").call(messages.DIFF, "Apply", request, messages.Empty)
 
 
 def tree(key, seconds):
