@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -90,12 +89,12 @@ def cpu_features(cpuinfo: str = "/proc/cpuinfo") -> list[str]:
 
 def machine() -> str:
     """The processor's architecture, such as x86_64."""
-    return platform.machine()
+    return os.uname().machine
 
 
 def kernel() -> str:
     """The kernel's release."""
-    return platform.release()
+    return os.uname().release
 
 
 def cgroup_version() -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 from shim import lockrules, netns
-from shim.errors import ShimError
+from shim.errors import FAILED_PRECONDITION, ShimError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,6 +35,16 @@ def _path_by_process(bundle: str) -> str | None:
             return f"/proc/{int(file.read())}/ns/net"
     except FileNotFoundError:
         return None
+
+
+def is_external(snapshot: str) -> bool:
+    """Whether the container's network namespace was external to CRIU, so that a restore can enter another one.
+
+    CRIU names such a one in an image netns-N.img; of one that it dumps there are the devices as well, and of one that it
+    leaves empty, or that was the host's, nothing.
+    """
+    names = os.listdir(snapshot)
+    return any(name.startswith("netns-") for name in names) and not any(name.startswith("netdev-") for name in names)
 
 
 class Operation:
@@ -71,6 +83,13 @@ class Restore(Operation):
         self._config = config
 
     def __enter__(self) -> Restore:
+        if self._path is not None and not is_external(self._snapshot):
+            raise ShimError(
+                f"the snapshot {self._snapshot} was taken without a network namespace by path, so CRIU would make one and "
+                f"not enter {self._path}: create the container with the annotation {netns.ANNOTATION}: {netns.KEEP} and "
+                "without a namespace by path, or take the snapshot of one that has a namespace by path",
+                FAILED_PRECONDITION,
+            )
         super().__enter__()
         # The host's own network is never opened up: that would be a change to the node, felt by all of it.
         if self._path is not None and self._config.network_old_address == "bind":
@@ -94,8 +113,7 @@ class Restore(Operation):
 
         # By the process, whose namespace is the right one whoever made it.
         try:
-            inodes = sockets.of_container(pid)
-            reset = netns.inside(f"/proc/{pid}/ns/net", lambda: sockets.reset_outside(inodes))
+            reset = netns.inside(f"/proc/{pid}/ns/net", lambda: sockets.reset_outside(pid))
         except (ShimError, OSError) as failure:
             self._log(f"connections to the outside may hang until they time out: {failure}")
             return

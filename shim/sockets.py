@@ -110,15 +110,18 @@ def close_down(record: str) -> None:
             _change(RTM_DELADDR, 0, _loopback_address(bytes.fromhex(word)), errno.EADDRNOTAVAIL)
 
 
-def reset_outside(inodes: set[int]) -> list[str]:
-    """Abort those of these sockets whose peer, or whose own address, is not in this namespace. Returns them.
+def reset_outside(pid: int) -> list[str]:
+    """Abort a container's connections whose peer, or whose own address, is not in this namespace. Returns them.
 
-    Raises ShimError where the kernel cannot abort a socket.
+    `pid` is the container's first process. Raises ShimError where the kernel cannot abort a socket.
     """
     here = _local_addresses()
+    outside = [c for c in connections() if not (_is_here(c.local, here) and _is_here(c.peer, here))]
+    # To find a container's sockets takes a look at every process of the node, so only if there is one to look for.
+    inodes = of_container(pid) if outside else set()
     reset = []
-    for connection in connections():
-        if connection.inode not in inodes or (_is_here(connection.local, here) and _is_here(connection.peer, here)):
+    for connection in outside:
+        if connection.inode not in inodes:
             continue
         try:
             for _ in _ask(NETLINK_SOCK_DIAG, SOCK_DESTROY, NLM_F_ACK, connection.request()):

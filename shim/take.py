@@ -6,7 +6,6 @@ import _socket
 import _thread
 import fcntl
 import os
-import platform
 import time
 
 from shim import config as configuration
@@ -306,7 +305,7 @@ class Take:
                 "image": (container.spec.get("annotations") or {}).get("io.kubernetes.cri.image-name"),
                 "left_running": not self.options.exit,
             },
-            "node": {"name": platform.node(), "containerd": host.program_version("containerd")},
+            "node": {"name": os.uname().nodename, "containerd": host.program_version("containerd")},
             "requires": manifests.requirements(
                 {**original, "mounts": specedits.mounts_as_given(original, container.spec)},
                 container.rootfs,
