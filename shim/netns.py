@@ -102,6 +102,11 @@ def choose(spec: dict[str, Any], annotation: str | None = None) -> Choice:
     return Choice(PRIVATE, "its network namespace is its own")
 
 
+def has_own(spec: dict[str, Any]) -> bool:
+    """Whether a container has another network namespace than the host's."""
+    return any(entry.get("type") == "network" for entry in (spec.get("linux") or {}).get("namespaces") or ())
+
+
 def enter(spec: dict[str, Any], path: str) -> None:
     """Name the network namespace at `path` in a container's config.json, in place of what stood there."""
     linux = spec.setdefault("linux", {})
@@ -197,7 +202,7 @@ def _is_ours(name: str) -> bool:
 def _create_here(path: str, failures: list[BaseException], done: _thread.LockType) -> None:
     try:
         _call("unshare", CLONE_NEWNET)
-        _raise_loopback()
+        raise_loopback()
         # thread-self: /proc/self is the main thread, which has stayed where it was
         _call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), b"none", MS_BIND, None)
     except BaseException as failure:
@@ -206,7 +211,8 @@ def _create_here(path: str, failures: list[BaseException], done: _thread.LockTyp
         done.release()
 
 
-def _raise_loopback() -> None:
+def raise_loopback() -> None:
+    """Bring up `lo` in the calling thread's network namespace. Raises OSError."""
     control = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         name = b"lo".ljust(IFNAMSIZ, b"\0")

@@ -40,8 +40,8 @@ def _path_by_process(bundle: str) -> str | None:
 def is_external(snapshot: str) -> bool:
     """Whether the container's network namespace was external to CRIU, so that a restore can enter another one.
 
-    CRIU names such a one in an image netns-N.img; of one that it dumps there are the devices as well, and of one that it
-    leaves empty, or that was the host's, nothing.
+    CRIU names such a one in an image netns-N.img; of one that it dumps there are the devices as well, and of one that
+    it leaves empty, or that was the host's, nothing.
     """
     names = os.listdir(snapshot)
     return any(name.startswith("netns-") for name in names) and not any(name.startswith("netdev-") for name in names)
@@ -77,17 +77,20 @@ class Operation:
 class Restore(Operation):
     """A restore from a snapshot directory, with the settings of [network] in the node's configuration."""
 
-    def __init__(self, path: str | None, snapshot: str, config: Config, log: Callable[[str], None]) -> None:
-        super().__init__(path, log)
+    def __init__(
+        self, spec: dict[str, Any], bundle: str, snapshot: str, config: Config, log: Callable[[str], None]
+    ) -> None:
+        super().__init__(path_of(spec, bundle), log)
+        self._spec = spec
         self._snapshot = snapshot
         self._config = config
 
     def __enter__(self) -> Restore:
         if self._path is not None and not is_external(self._snapshot):
             raise ShimError(
-                f"the snapshot {self._snapshot} was taken without a network namespace by path, so CRIU would make one and "
-                f"not enter {self._path}: create the container with the annotation {netns.ANNOTATION}: {netns.KEEP} and "
-                "without a namespace by path, or take the snapshot of one that has a namespace by path",
+                f"the snapshot {self._snapshot} was taken without a network namespace by path, so CRIU would make one "
+                f"and not enter {self._path}: create the container with the annotation {netns.ANNOTATION}: "
+                f"{netns.KEEP}, and without a namespace by path",
                 FAILED_PRECONDITION,
             )
         super().__enter__()
@@ -105,17 +108,24 @@ class Restore(Operation):
     def settle(self, pid: int) -> None:
         """After the restore: reset what connections of the container lead outside.
 
-        A connection that cannot be reset is told to the log, and is no reason to end a container that runs.
+        In a namespace that runc made, loopback is brought up as well: CRIU leaves the new one as it is born. What
+        cannot be done is told to the log, and is no reason to end a container that runs.
         """
-        if self._config.network_outside != "reset":
+        made_by_runc = self._path is None and netns.has_own(self._spec)
+        if self._config.network_outside != "reset" and not made_by_runc:
             return
         from shim import sockets
 
+        def work() -> list[str]:
+            if made_by_runc:
+                netns.raise_loopback()
+            return sockets.reset_outside(pid) if self._config.network_outside == "reset" else []
+
         # By the process, whose namespace is the right one whoever made it.
         try:
-            reset = netns.inside(f"/proc/{pid}/ns/net", lambda: sockets.reset_outside(pid))
+            reset = netns.inside(f"/proc/{pid}/ns/net", work)
         except (ShimError, OSError) as failure:
-            self._log(f"connections to the outside may hang until they time out: {failure}")
+            self._log(f"the network is not settled, and connections to the outside may hang: {failure}")
             return
         for connection in reset:
             self._log(f"reset the connection from {connection}")

@@ -202,14 +202,14 @@ class SnapshotShim(RuncShim):
         timeline = container.timeline
         assert timeline is not None
         timeline.resume()
-        path = network.path_of(container.spec, container.bundle)
 
         def note(text: str) -> None:
             self.log("info", text, container=request.id)
 
         watch = orphans.Watch(container.restore_logs or "", note)
         fresh = attempt.Attempt((container.spec.get("linux") or {}).get("cgroupsPath") or "")
-        with network.Restore(path, container.restore_source, self.config, note) as around, watch:
+        around = network.Restore(container.spec, container.bundle, container.restore_source, self.config, note)
+        with around, watch:
             response = self.forward(call)
             if response.ok:
                 around.settle(task.PidResponse.decode(response.payload).pid)

@@ -217,6 +217,18 @@ def test_two_attempts_from_one_snapshot_have_two_namespaces(node, snapshots):
     assert len({namespace_of(node, name) for name in ("origin", "left", "right")}) == 3
 
 
+def test_a_snapshot_of_another_kind_of_namespace_is_refused(node, pod, snapshots):
+    """Else the container would be in neither its own nor the pod's network, and nobody would know."""
+    python(node, "kept", WAIT, "--annotation", "fermata/netns=keep")
+    take(node, "kept", f"{snapshots}/kept")
+    for options in ((), within(pod)):
+        with pytest.raises(NodeError, match="fermata/netns: keep"):
+            python(node, "elsewhere", WAIT, *options, *restore_from(f"{snapshots}/kept"))
+        node.ctr("containers", "delete", "elsewhere", check=False)
+    python(node, "again", WAIT, "--annotation", "fermata/netns=keep", *restore_from(f"{snapshots}/kept"))
+    assert loopback_works(node, f"/proc/{pid(node, 'again')}/ns/net")
+
+
 # Lock rules --------------------------------------------------------------------------------------------------------
 
 DUMP_HOOKS = ["pre-dump", "network-lock", "post-dump", "network-unlock"]
