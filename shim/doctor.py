@@ -475,7 +475,8 @@ def _lock_rules() -> Iterator[Line]:
         try:
             found += lockrules.flush(path, dry_run=True).removed
         except ShimError as error:
-            yield Line("warning", "lock rules", f"{path} could not be searched: {error}")
+            if os.path.exists(path):  # else it ended meanwhile, with whatever was in it
+                yield Line("warning", "lock rules", f"{path} could not be searched: {error}")
     if not found:
         yield Line("ok", "lock rules", "none was left behind by a CRIU that died")
         return

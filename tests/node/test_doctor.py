@@ -77,7 +77,7 @@ def moved(node, path):
 def test_a_good_node_has_no_problem(node):
     status, lines, fixed = doctor(node)
     assert (problems(lines), fixed) == ([], [])
-    assert status == (lines["lock rules"][0]["level"] == "problem")
+    assert status == any(line["level"] == "problem" for line in lines["lock rules"])
     version = ".".join(map(str, node.containerd_version()))
     assert lines["containerd"][0]["text"].startswith(version)
     assert "Looks good" in lines["CRIU"][0]["text"]
@@ -159,8 +159,8 @@ def test_lock_rules_and_namespaces_that_were_left_behind_are_named_and_with_fix_
     node.exec(["python3", "-I", "-c", GHOST])
     try:
         status, lines, _ = doctor(node)
-        [line] = lines["lock rules"]
-        assert (status, line["level"], line["fix"]) == (1, "problem", "fermata flush-locks --all")
+        [line] = [line for line in lines["lock rules"] if line["level"] == "problem"]
+        assert (status, line["fix"]) == (1, "fermata flush-locks --all")
         [line] = lines["network namespaces"]
         assert line["level"] == "warning"
         assert line["text"].startswith("1 belong to no container any more: /run/netns/")
