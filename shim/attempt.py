@@ -22,10 +22,23 @@ class Attempt:
     """A restore into the control group that `path` names, as `linux.cgroupsPath` of config.json does."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._directories = directories(path) if path else []
         # What was there before is another's, and is never touched. That holds for the root of a hierarchy above all,
         # which is always there, and which `directories` never names.
         self._theirs = any(os.path.exists(directory) for directory in self._directories)
+
+    @classmethod
+    def of_the_dead(cls, record: str) -> Attempt:
+        """The attempt of a shim that has died meanwhile, by its `record`."""
+        found = cls(record)
+        found._theirs = False
+        return found
+
+    @property
+    def record(self) -> str:
+        """What to keep of it for whoever cleans up after a crash; empty when there is nothing that may be touched."""
+        return "" if self._theirs else self._path
 
     def undo(self) -> int:
         """Kill what is in the control groups, and remove them. Returns how many processes it killed.

@@ -145,6 +145,10 @@ def _start(arguments: Arguments) -> int:
         from shim import cleanup, client, config, log, netns, runc, snapshot, state, stock  # noqa: F401
 
         settings = config.load()
+        if _restores(arguments.values.get("bundle") or "."):
+            from shim import restore
+
+            restore.prepare()
     except BaseException:
         _end_started(action)
         raise
@@ -178,6 +182,15 @@ def _end_started(action: Action) -> None:
     status, out = action.finish()
     if status == 0:
         stock.end_unused(client.socket_path(stock.Bootstrap(out).address))
+
+
+def _restores(bundle: str) -> bool:
+    """Whether a container of this bundle is likely to be restored; only time is lost by a wrong guess."""
+    try:
+        with open(f"{bundle}/config.json", "rb") as file:
+            return b'"fermata/restore-from' in file.read()
+    except OSError:
+        return False
 
 
 def _address_for(stock_path: str) -> str:
@@ -276,18 +289,19 @@ def _delete(arguments: Arguments) -> int:
     from shim.state import State
 
     namespace, container_id = arguments.required("namespace"), arguments.required("id")
-    left = os.path.exists(State(namespace, container_id).path)
+    state = State(namespace, container_id)
+    left = os.path.exists(state.path)
     if left:
-        from shim import cleanup
+        from shim import cleanup, unfinished
 
         cleanup.end_orphaned_stock_shim(namespace, container_id, arguments.values.get("address", ""))
-    action = _run_stock(arguments)
+        unfinished.end(state.log_path)
+    status, out = _run_stock(arguments).finish()
     try:
         if left:
             cleanup.forget(namespace, container_id)
-    except ShimError as error:  # the container has ended all the same, and containerd waits to hear how
+    except (ShimError, OSError) as error:  # the container has ended all the same, and containerd waits to hear how
         print(f"fermata: {error}", file=sys.stderr)
-    status, out = action.finish()
     _write(1, out)
     return status
 

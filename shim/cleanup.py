@@ -71,14 +71,16 @@ def end_orphaned_stock_shim(namespace: str, container_id: str, containerd: str) 
     if recorded is None:
         return
     socket, stock = recorded.split("\n")[:2]
-    if _served(socket):
-        return  # the daemon lives
-    pid = listener(stock)
-    if pid is not None:
-        _kill(pid, stock)
-    for path in (socket, stock, _debug_socket(stock, containerd, namespace, container_id)):
-        if not _served(path):
-            _unlink(path)
+    if not _served(socket):
+        _unlink(socket)
+        pid = listener(stock)
+        if pid is not None:
+            _kill(pid, stock)
+    # Else the daemon lives, and its end takes the socket along; but the stock shim may have died in a call of its.
+    if not _served(stock):
+        _unlink(stock)
+        # Whether somebody listens says nothing here: runc and CRIU inherit this one, and may live on for a moment.
+        _unlink(_debug_socket(stock, containerd, namespace, container_id))
 
 
 def _debug_socket(stock: str, containerd: str, namespace: str, container_id: str) -> str:
@@ -124,7 +126,7 @@ def _kill(pid: int, stock: str) -> None:
 
 def forget(namespace: str, container_id: str) -> None:
     """Remove all that is kept outside the bundle for a container, whoever made it. Idempotent. Raises ShimError."""
-    from shim import mounts, netns
+    from shim import mounts, netns, unfinished
 
     for path in netns.ours(namespace, container_id):
         netns.remove(path)
@@ -132,4 +134,6 @@ def forget(namespace: str, container_id: str) -> None:
     mounts.detach_below(state.log_path)
     if hook := state.read(HOOK_RECORD):
         _unlink(hook)  # there only if the daemon was killed in a take
+    if restoring := state.read(unfinished.RECORD):
+        unfinished.undo(restoring)
     state.remove()

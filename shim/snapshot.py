@@ -53,6 +53,9 @@ class Container:
         self.taken: object = None  # when the restored snapshot was taken
         self.restore_logs: str | None = None
         self.service = task.SERVICES[-1]  # as containerd names the task API, which depends on its version
+        self.restoring = False  # runc restore runs
+        self.runc_directory = ""  # of a container that is restored
+        self.stdio: tuple[str, ...] = ()  # where its input and output go, as the client said
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
         self.take = _thread.allocate_lock()
 
@@ -65,6 +68,7 @@ class SnapshotShim(RuncShim):
         "Start": "start",
         "Checkpoint": "checkpoint",
         "Delete": "delete",
+        "Kill": "kill",
         "Resume": "resume",
     }
 
@@ -134,9 +138,10 @@ class SnapshotShim(RuncShim):
         request: task.CreateTaskRequest,
         options: task.RuncOptions,
     ) -> None:
-        from shim import restore
+        from shim import restore, unfinished
 
         container.restore_source = source
+        container.stdio = (request.stdin, request.stdout, request.stderr)
         container.timeline = timeline = restore.Timeline(self.log, container.state.id)
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle, self.config, self.log, explicit=explicit)
@@ -145,6 +150,7 @@ class SnapshotShim(RuncShim):
         container.restore_gpu = manifest.data.get("gpu")
         container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
+        container.runc_directory = unfinished.runc_directory(options.root, self._namespace, request.id)
         restore.write_criu_config(container, self.config, self.log)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
         timeline.step("layer")
@@ -194,7 +200,7 @@ class SnapshotShim(RuncShim):
     def _restore(
         self, call: Call, container: Container, move_gpu_state: Callable[[], object] | None = None
     ) -> Response:
-        from shim import attempt, network, orphans, restore
+        from shim import attempt, network, orphans, restore, stdio, unfinished
 
         request = task.ExecRequest.decode(call.request.payload)
         assert container.restore_source is not None
@@ -208,9 +214,16 @@ class SnapshotShim(RuncShim):
 
         watch = orphans.Watch(container.restore_logs or "", note)
         fresh = attempt.Attempt((container.spec.get("linux") or {}).get("cgroupsPath") or "")
+        # Until it is done, whoever cleans up after a crash finds by this what runc would not know of.
+        container.state.write(unfinished.RECORD, f"{container.runc_directory}\n{fresh.record}\n")
         around = network.Restore(container.spec, container.bundle, container.restore_source, self.config, note)
         with around, watch:
-            response = self.forward(call)
+            container.restoring = True
+            try:
+                with stdio.Held(container.stdio):
+                    response = self.forward(call)
+            finally:
+                container.restoring = False
             if response.ok:
                 around.settle(task.PidResponse.decode(response.payload).pid)
         if response.status is not None and response.status.code:
@@ -220,11 +233,15 @@ class SnapshotShim(RuncShim):
                 note(f"killed {killed} processes that waited for a CRIU which is dead")
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
+        container.state.drop(unfinished.RECORD)
         timeline.step("criu")
         source, container.restore_source = container.restore_source, None
         applied, container.applied = container.applied, None
         if applied is not None:
-            applied.commit()
+            try:
+                applied.commit()
+            except Exception as error:  # the container runs: what it had before only takes room
+                self.log("warning", "the former writable layer stays", container=request.id, error=error)
         if move_gpu_state is not None:
             move_gpu_state()
             timeline.step("gpu")
@@ -299,7 +316,24 @@ class SnapshotShim(RuncShim):
         finally:
             container.take.release()
 
-    # Delete ------------------------------------------------------------------------------------------------------
+    # Kill and Delete ---------------------------------------------------------------------------------------------
+
+    def kill(self, call: Call) -> Response:
+        """Hand off; a restore is ended first, since the stock shim answers no Kill before its end, if it has one."""
+        request = task.KillRequest.decode(call.request.payload)
+        container = self._containers.get(request.id)
+        if (
+            container is not None
+            and container.restoring
+            and container.restore_logs is not None
+            and request.signal == 9
+            and not request.exec_id
+        ):
+            from shim import unfinished
+
+            ended = unfinished.end(container.restore_logs)
+            self.log("info", "a kill ends the restore", container=request.id, processes=len(ended))
+        return self.forward(call)
 
     def delete(self, call: Call) -> Response:
         """Hand off; with the container goes everything that was made for it."""

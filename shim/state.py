@@ -83,6 +83,13 @@ class State:
         finally:
             os.close(fd)
 
+    def drop(self, name: str) -> None:
+        """Remove a file of the directory; one that is not there is no error. Raises OSError."""
+        try:
+            os.unlink(f"{self.path}/{name}")
+        except FileNotFoundError:
+            pass
+
     def remove(self) -> None:
         """Remove the directory and what is in it, and the namespace's when it is empty now."""
         remove_tree(self.path)

@@ -39,12 +39,18 @@ class CreateTaskRequest(Message):
         1: ("id", str),
         2: ("bundle", str),
         3: ("rootfs", [Mount]),
+        5: ("stdin", str),
+        6: ("stdout", str),
+        7: ("stderr", str),
         8: ("checkpoint", str),
         10: ("options", AnyMessage),
     }
     id: str
     bundle: str
     rootfs: list[Mount]
+    stdin: str
+    stdout: str
+    stderr: str
     checkpoint: str
     options: AnyMessage | None
 

@@ -1,0 +1,102 @@
+"""A dump or restore that has lost the one who waited for it: its processes are ended, and what runc began is removed.
+
+When the shims die in the middle of a restore, runc and CRIU do not notice. They would go on and bring a container to
+life that nobody knows of any more. And a runc that ends before it has written its `state.json`, which a restore does
+late, leaves a directory that makes it refuse the container's name for ever, with a mount in it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shim import mounts
+from shim.state import remove_tree
+
+RECORD = "restoring"
+"""File of the state directory while a restore runs or when it failed: runc's own directory for the container, and the
+control group that the restore made (empty: it was there before)."""
+
+ROOT = "/run/containerd/runc"
+"""Where the stock shim has runc keep its containers, unless the runtime options name another place."""
+
+
+def runc_directory(root: str, namespace: str, container_id: str) -> str:
+    """What runc keeps of a container; `root` is that of the runtime options, or empty."""
+    return f"{root or ROOT}/{namespace}/{container_id}"
+
+
+def end(directory: str) -> set[int]:
+    """Kill the runc and CRIU that work in a directory or below it, and what they have restored so far; which pids.
+
+    A container whose restore was finished is not among them: its runc has ended.
+    """
+    import _signal
+
+    if not directory.startswith("/") or not directory.strip("/"):
+        raise ValueError(f"{directory!r} is no directory of an operation's")
+    ended: set[int] = set()
+    while True:
+        processes: dict[int, int] = {}
+        for pid in _processes(directory):
+            try:
+                processes[pid] = os.pidfd_open(pid)
+            except OSError:  # it has ended
+                continue
+        # Looked for again with the descriptors open: a number that is still among them is no other process's.
+        for pid in processes.keys() & _processes(directory):
+            try:
+                _signal.pidfd_send_signal(processes[pid], 9)
+                ended.add(pid)
+            except OSError:
+                continue
+        for descriptor in processes.values():
+            os.close(descriptor)
+        if not processes:
+            return ended
+
+
+def undo(record: str) -> None:
+    """Remove what a restore left by its RECORD; the container itself is deleted before. Raises ShimError, OSError."""
+    from shim.attempt import Attempt
+
+    directory, cgroup = record.split("\n")[:2]
+    if cgroup:
+        Attempt.of_the_dead(cgroup).undo()
+    # Without its state.json it is of a container that runc never came to make.
+    if os.path.isdir(directory) and not os.path.exists(f"{directory}/state.json"):
+        mounts.detach_below(directory)
+        remove_tree(directory)
+
+
+def _processes(directory: str) -> set[int]:
+    children: dict[int, set[int]] = {}
+    found: set[int] = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+            with open(f"/proc/{name}/cmdline", "rb") as file:
+                words = file.read().decode(errors="replace").split("\0")
+            folder = os.readlink(f"/proc/{name}/cwd")
+        except (OSError, IndexError):
+            continue  # it has ended
+        if state == b"Z":
+            continue
+        children.setdefault(int(parent), set()).add(int(name))
+        program = os.path.basename(words[0])
+        if (program == "runc" and any(_within(word, directory) for word in words)) or (
+            program.startswith("criu") and _within(folder, directory)
+        ):
+            found.add(int(name))
+    below = list(found)
+    while below:
+        for child in children.get(below.pop(), set()) - found:
+            found.add(child)
+            below.append(child)
+    return found
+
+
+def _within(path: str, directory: str) -> bool:
+    return path == directory or path.startswith(f"{directory}/")
