@@ -483,7 +483,11 @@ def _lock_rules() -> Iterator[Line]:
 
     def mend() -> None:
         for path in lockrules.namespaces().values():
-            lockrules.flush(path)
+            try:
+                lockrules.flush(path)
+            except ShimError:
+                if os.path.exists(path):
+                    raise
 
     yield Line(
         "problem",
