@@ -73,11 +73,12 @@ def _serve(listener: socket.socket, containerd: str) -> int:
     server.add_generic_rpc_handlers((differ.handler(),))
     server.add_insecure_port(f"unix:{inner}")
     server.start()
-    _thread(lambda: _accept(listener, inner))
+    accepting = _thread(lambda: _accept(listener, inner, asked))
     _thread(differ.keep_clear)
     _notify("READY=1")
     asked.wait()
     _notify("STOPPING=1")
+    accepting.join()
     listener.close()
     server.stop(_GRACE).wait()
     channel.close()
@@ -124,13 +125,16 @@ def _remove_strays(directory: str) -> None:
             os.unlink(f"{directory}/{name}")
 
 
-def _accept(listener: socket.socket, inner: str) -> None:
-    while True:
+def _accept(listener: socket.socket, inner: str, ending: threading.Event) -> None:
+    # A thread that is blocked in accept(2) would take one more connection after the end, and lose it. Whoever comes
+    # meanwhile waits in systemd's socket for the next of us.
+    listener.settimeout(0.5)
+    while not ending.is_set():
         try:
             connection, _ = listener.accept()
+        except TimeoutError:
+            continue
         except OSError:
-            if listener.fileno() < 0:
-                return
             time.sleep(0.1)  # out of descriptors: some will be closed
             continue
         if _peer(connection) != 0:

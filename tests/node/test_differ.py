@@ -319,7 +319,7 @@ def test_what_cannot_be_exact_is_left_to_the_walking_differ(node, diffs, base, k
 @pytest.fixture
 def slow(diffs, base, key):
     """A snapshot whose diff takes a while."""
-    diffs.layer(key, SLOW.replace("LENGTH", "60"), base[1])
+    diffs.layer(key, SLOW.replace("LENGTH", "40"), base[1])
     return key
 
 
@@ -388,9 +388,9 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_content(node, diffs, slow
 
 
 def test_many_requests_at_once_are_answered_in_bounded_memory(node, diffs, base, key):
-    names = [f"{key}-{number}" for number in range(16)]
+    names = [f"{key}-{number}" for number in range(12)]
     for name in names:
-        diffs.layer(name, f"open('{name}', 'wb').write(os.urandom(5 << 20))", base[20])
+        diffs.layer(name, f"open('{name}', 'wb').write(os.urandom(3 << 20))", base[20])
     with ThreadPoolExecutor(len(names)) as pool:
 
         def one(name):
