@@ -200,7 +200,7 @@ class SnapshotShim(RuncShim):
     def _restore(
         self, call: Call, container: Container, move_gpu_state: Callable[[], object] | None = None
     ) -> Response:
-        from shim import attempt, network, orphans, restore, stdio, unfinished
+        from shim import attempt, mounts, network, orphans, restore, stdio, unfinished
 
         request = task.ExecRequest.decode(call.request.payload)
         assert container.restore_source is not None
@@ -231,6 +231,10 @@ class SnapshotShim(RuncShim):
             self.log("error", "restore failed", container=request.id, error=response.status.message)
             if killed := fresh.undo():
                 note(f"killed {killed} processes that waited for a CRIU which is dead")
+            # A runc that was killed leaves its root file system mounted there, and the next one then fails to delete the
+            # container, for ever.
+            for path in mounts.detach_below(container.runc_directory):
+                note(f"unmounted {path}, which a killed runc left")
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
         container.state.drop(unfinished.RECORD)

@@ -312,7 +312,7 @@ def held_restore(node):
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("killed", ["criu", "pod"])
+@pytest.mark.parametrize("killed", ["criu", "container", "pod"])
 def test_a_pod_killed_while_it_is_restored_leaves_nothing(node, pods, directory, held_restore, killed):
     pod, container = running(pods, COUNT)
     wait_count(pods, container)
@@ -335,12 +335,14 @@ def test_a_pod_killed_while_it_is_restored_leaves_nothing(node, pods, directory,
     if killed == "criu":
         for criu in [found.pid for found in processes(node) if found.words[0].startswith("criu: restore")]:
             os.kill(criu, signal.SIGKILL)
+    elif killed == "container":
+        node.ctr("tasks", "kill", "-s", "SIGKILL", container, namespace="k8s.io", check=False, timeout=20)
     else:
         pods.call("StopPodSandbox", cri.ById(id=pod.id), cri.Message)
     held_restore.unlink()
     starting.join(60)
     assert said, "StartContainer was answered"
-    if killed == "criu":
+    if killed != "pod":
         assert "restore of" in said[0]
         assert pods.state(container) == "EXITED"
     wait_for(lambda: _done(lambda: pods.remove(pod)), "the pod's end")
