@@ -4,6 +4,7 @@ One container of a large image, and the same clients' commands with containerd's
 fermata-differ in front of it, in one node.
 
     python3 bench/differ.py [--stack sid] [--entries 200000] [--files 200] [--size 19456] [--rounds 3]
+                             [--gzip-level 1]
 """
 
 from __future__ import annotations
@@ -105,17 +106,18 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=200, help="files that the container wrote (default: %(default)s)")
     parser.add_argument("--size", type=int, default=19_456, help="bytes of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gzip-level", type=int, default=1, help="fermata-differ's (default: %(default)s)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, Node.up(stack_name=arguments.stack) as node:
         reference = image_of(node, arguments.entries, Path(scratch))
         root = start(node, reference, arguments.files, arguments.size)
         walking = measure(node, root, arguments.rounds, "walking")
-        node.use_differ()
+        node.use_differ("--gzip-level", str(arguments.gzip_level))
         node.restart_containerd()
         ours = measure(node, root, arguments.rounds, "ours")
     print(
         f"image of {arguments.entries} entries, {arguments.files} files of {arguments.size} bytes written, "
-        f"{arguments.rounds} rounds, medians, stack {arguments.stack}"
+        f"{arguments.rounds} rounds, medians, stack {arguments.stack}, gzip level {arguments.gzip_level}"
     )
     print(f"{'':36} {'walking':>10} {'fermata':>10}")
     for row in ROWS:

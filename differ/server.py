@@ -39,6 +39,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--socket", default=SOCKET, help=f"where containerd connects ({SOCKET}); systemd may pass it")
     parser.add_argument("--address", default=CONTAINERD, help=f"containerd's socket ({CONTAINERD})")
+    parser.add_argument(
+        "--gzip-level",
+        type=int,
+        choices=range(10),
+        default=1,
+        metavar="0-9",
+        help="how small a gzip layer is to be, in exchange for time that a container stands still; 0 stores (1)",
+    )
     options = parser.parse_args(argv)
     try:
         import grpc  # noqa: F401
@@ -50,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as failure:
         print(f"fermata-differ: {options.socket} cannot be opened: {failure.strerror}", file=sys.stderr)
         return 1
-    return _serve(listener, options.address)
+    return _serve(listener, options.address, options.gzip_level)
 
 
-def _serve(listener: socket.socket, containerd: str) -> int:
+def _serve(listener: socket.socket, containerd: str, gzip_level: int) -> int:
     import grpc
 
     from differ import content
@@ -68,7 +76,7 @@ def _serve(listener: socket.socket, containerd: str) -> int:
     inner = f"{directory}/grpc-{os.getpid()}.sock"
     _remove_strays(directory)
     channel = content.connect(containerd)
-    differ = Differ(channel, to_stderr)
+    differ = Differ(channel, to_stderr, gzip_level)
     server = grpc.server(ThreadPoolExecutor(_THREADS), options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((differ.handler(),))
     server.add_insecure_port(f"unix:{inner}")

@@ -62,11 +62,12 @@ class _Order:
 
 
 class Differ:
-    """The service. `say` takes one line for the log."""
+    """The service. `say` takes one line for the log; `gzip_level` is 0 (store) to 9."""
 
-    def __init__(self, channel: grpc.Channel, say: Say) -> None:
+    def __init__(self, channel: grpc.Channel, say: Say, gzip_level: int = 1) -> None:
         self._channel = channel
         self._say = say
+        self._gzip_level = gzip_level
         self._turns = threading.BoundedSemaphore(AT_ONCE)
         self._live: set[str] = set()
         self._unclean = threading.Event()
@@ -148,6 +149,7 @@ class Differ:
                 order.upper.path,
                 upload.write,
                 compression=order.compression,
+                gzip_level=self._gzip_level,
                 xattr_prefix=order.upper.xattr_prefix,
                 base=order.upper.base,
                 latest=order.latest,

@@ -44,19 +44,19 @@ def compressor() -> Callable[[memoryview], bytes]:
     return lambda data: bytes(frames.compress(data))
 
 
-def gzip_compressor() -> Callable[[memoryview], bytes]:
+def gzip_compressor(level: int = 1) -> Callable[[memoryview], bytes]:
     """A function that makes one gzip member without a time (RFC 1952). For any thread.
 
-    A file may hold many members in a row, and every reader takes them for one stream. Level 1: someone waits for the
-    layer while a container stands still. What does not get smaller is stored, at twenty times the speed: a sample of
-    the piece tells.
+    A file may hold many members in a row, and every reader takes them for one stream. Level 1 by default: someone waits
+    for the layer while a container stands still. What does not get smaller is stored, at ten times the speed: a sample
+    of the piece tells. `level` 0 stores all.
     """
     import zlib
 
     def member(data: memoryview) -> bytes:
         sample = data[len(data) // 2 :][:_SAMPLE]
-        level = 1 if len(data) < 4 * _SAMPLE or len(zlib.compress(sample, 1)) < 0.95 * len(sample) else 0
-        stream = zlib.compressobj(level, zlib.DEFLATED, 31)
+        shrinks = len(data) < 4 * _SAMPLE or (level and len(zlib.compress(sample, 1)) < 0.95 * len(sample))
+        stream = zlib.compressobj(level if shrinks else 0, zlib.DEFLATED, 31)
         return stream.compress(data) + stream.flush()
 
     return member

@@ -39,6 +39,7 @@ def stream(
     send: Send,
     *,
     compression: str = "none",
+    gzip_level: int = 1,
     xattr_prefix: str = "trusted.",
     base: bool = False,
     latest: int | None = None,
@@ -47,7 +48,8 @@ def stream(
     """Make an image's layer of an upper directory and hand it to `send`, piece by piece and in order.
 
     `send` is called with at most 1 MiB at a time, by one thread that is not the caller's, and may keep nothing of what
-    it is given; what it raises comes out here. `compression` is "none", "gzip" or "zstd". `base`: the directory has
+    it is given; what it raises comes out here. `compression` is "none", "gzip" or "zstd"; `gzip_level` is 0 to 9, and 0
+    stores. `base`: the directory has
     nothing below it, so that a mark of a deletion in it makes no sense. `latest` is the newest modification time that
     is written, in nanoseconds since 1970; what is newer gets that time. The Layer's path is "".
 
@@ -64,7 +66,7 @@ def stream(
         elif compression == "gzip":
             from layerwriter.compression import gzip_compressor
 
-            sink = _FrameStream(send, limit, gzip_compressor)
+            sink = _FrameStream(send, limit, lambda: gzip_compressor(gzip_level))
         elif compression == "zstd":
             sink = _FrameStream(send, limit)
         else:

@@ -279,12 +279,12 @@ class Node:
 
     # -- fermata-differ ----------------------------------------------------------------------------------------------
 
-    def use_differ(self) -> None:
-        """Start fermata-differ, and have containerd use it from its next start on."""
+    def use_differ(self, *options: str) -> None:
+        """Start fermata-differ with options, and have containerd use it from its next start on."""
         drop_in = f"fermata-differ-v{3 if self.containerd_version() >= (2,) else 2}.toml"
         text = (stack.PROJECT / "packaging/containerd" / drop_in).read_text()
         self.path("/etc/containerd/conf.d/fermata-differ.toml").write_text(text)
-        self.start_differ()
+        self.start_differ(*options)
 
     def differ_pid(self) -> int | None:
         try:
@@ -292,10 +292,10 @@ class Node:
         except (FileNotFoundError, ProcessLookupError):
             return None
 
-    def start_differ(self, timeout: float = 30) -> None:
+    def start_differ(self, *options: str, timeout: float = 30) -> None:
         """Start fermata-differ and wait until it takes connections. Its log is ``differ.log`` beside containerd's."""
         with (self.logs / "differ.log").open("ab") as log:
-            process = self.popen([f"{PREFIX}/bin/fermata-differ"], stdout=log, stderr=log)
+            process = self.popen([f"{PREFIX}/bin/fermata-differ", *options], stdout=log, stderr=log)
         self.path("/run/node/differ.pid").write_text(str(process.pid))
         until = time.monotonic() + timeout
         while True:

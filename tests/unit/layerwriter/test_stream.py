@@ -49,6 +49,13 @@ def test_a_gzip_layer_holds_the_uncompressed_one(upper):
     assert len(packed) < 5 << 20, "noise gets no larger"
 
 
+def test_gzip_of_level_0_stores(upper):
+    _, data = streamed(upper)
+    _, packed = streamed(upper, compression="gzip", gzip_level=0)
+    assert gzip.decompress(packed) == data
+    assert len(data) < len(packed) < len(data) * 1.01
+
+
 def test_a_zstd_layer_holds_the_uncompressed_one(upper, tmp_path):
     from layerwriter.compression import unzstd
 
