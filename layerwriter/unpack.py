@@ -6,6 +6,7 @@ The layer is unpacked into a directory beside the upper directory, and the two c
 from __future__ import annotations
 
 import os
+import stat
 from fcntl import LOCK_EX, LOCK_NB, flock
 
 from layerwriter.layer import DEFAULT_LIMIT, Layer, LayerError
@@ -107,7 +108,7 @@ def apply(
         _remove_leftovers(parent, name)
         if not replace and os.listdir(old):
             raise LayerError(f"{target} is not empty: its content would be lost (replace=True allows it)")
-        fd = os.open(layer, os.O_RDONLY | os.O_CLOEXEC)
+        fd = _open_regular(layer)
         os.mkdir(staging, 0o700, dir_fd=parent)
         new = open_directory(staging, parent)
         flock(new, LOCK_EX | LOCK_NB)
@@ -138,6 +139,15 @@ def apply(
     if not keep_old:
         applied.commit()
     return applied
+
+
+def _open_regular(path: Path) -> int:
+    """Open a file without waiting for anybody: a FIFO's open would, for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise LayerError(f"{os.fspath(path)} is no regular file")
+    return fd
 
 
 def _remove_leftovers(parent: int, name: str) -> None:

@@ -30,13 +30,17 @@ _SHOWN = 50
 
 
 class Finding:
-    """One thing that does not fit: `level` is "problem" or "warning", `text` says what and how to mend it."""
+    """One thing that does not fit: `level` is "problem" or "warning", `text` says what and how to mend it.
 
-    __slots__ = ("level", "text")
+    `waivable`: who has the check only warn may try it all the same.
+    """
 
-    def __init__(self, level: str, text: str) -> None:
+    __slots__ = ("level", "text", "waivable")
+
+    def __init__(self, level: str, text: str, *, waivable: bool = True) -> None:
         self.level = level
         self.text = text
+        self.waivable = waivable
 
     def __repr__(self) -> str:
         return f"Finding({self.level!r}, {self.text!r})"
@@ -44,6 +48,11 @@ class Finding:
 
 def _problem(text: str) -> Finding:
     return Finding("problem", text)
+
+
+def _irregular(name: str) -> Finding:
+    """A link would have root read another file, and a FIFO keeps CRIU waiting for ever."""
+    return Finding("problem", f"{name} is no regular file: {_AGAIN}", waivable=False)
 
 
 def _warning(text: str) -> Finding:
@@ -129,7 +138,7 @@ def _whole(directory: str, manifest: Manifest) -> Iterator[Finding]:
             yield _problem(f"{name} is not in the directory: {_AGAIN}")
             continue
         if not stat.S_ISREG(status.st_mode):
-            yield _problem(f"{name} is no regular file: {_AGAIN}")
+            yield _irregular(name)
         elif bytes_ is not None and status.st_size != bytes_:
             yield _problem(f"{name} has {status.st_size} bytes and was written with {bytes_}: {_AGAIN}")
     yield from _unvouched(directory, recorded, "files" in manifest.data)
@@ -145,7 +154,7 @@ def _unvouched(directory: str, recorded: dict[str, Any], complete: bool) -> Iter
         if entry.name in recorded:
             continue
         if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
-            yield _problem(f"{entry.name} is no regular file: {_AGAIN}")
+            yield _irregular(entry.name)
         elif complete and entry.name.endswith(".img"):
             added.append(entry.name)
     if added:

@@ -72,8 +72,7 @@ def check(
     if not explicit:
         bundle.check_recorded_name(source, manifest.data)
     found = findings(source, manifest, config, bundle.spec, container.rootfs)
-    if container.check == "refuse":
-        refuse(source, found)
+    refuse(source, [finding for finding in found if container.check == "refuse" or not finding.waivable])
     for finding in found:
         log("warning", finding.text, container=container.state.id, snapshot=source)
     return manifest

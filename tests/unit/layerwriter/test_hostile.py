@@ -365,3 +365,17 @@ def test_too_many_directories_without_entries_are_refused(target, monkeypatch):
     apply(target, tar(entry(b"old", b"old")))
     refused(target, tar(*[entry(b"d%d/f" % i) for i in range(400)]), "no entry of their own")
     refused(target, tar(entry(b"d/" * 400 + b"f")), "no entry of their own")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(target, kind):
+    layer = target.parent.parent / "layer"
+    if kind == "fifo":
+        os.mkfifo(layer)
+    elif kind == "directory":
+        layer.mkdir()
+    else:
+        layer = Path("/dev/zero")
+    with pytest.raises(layerwriter.LayerError, match=r"is no regular file$"):
+        layerwriter.apply(layer, target, replace=True)
+    assert (target / "old").read_bytes() == b"old"
