@@ -90,15 +90,16 @@ def mounts_as_given(original: dict[str, Any], edited: dict[str, Any]) -> list[di
     before, after = original.get("mounts") or [], edited.get("mounts") or []
     if len(before) != len(after):
         return list(after)
-    return [new if new.get("type") != old.get("type") else old for old, new in zip(before, after)]
+    return [new if new.get("type") != old.get("type") else old for old, new in zip(before, after, strict=True)]
 
 
 def _own_shared_memory(spec: dict[str, Any]) -> str | None:
     """A container of a pod gets a /dev/shm of its own, of the size of the pod's.
 
     The pod's is a tmpfs that its first container holds, bind-mounted: to CRIU a file system of somebody else's, whose
-    files it expects to find again. They end with the pod, and with them every POSIX semaphore and shared tensor. A tmpfs
-    of the container's own is dumped with it. An emptyDir in memory, which is how a pod gets a larger one, is the same.
+    files it expects to find again. They end with the pod, and with them every POSIX semaphore and shared tensor. A
+    tmpfs of the container's own is dumped with it. An emptyDir in memory, which is how a pod gets a larger one, is the
+    same.
     """
     for mount in spec.get("mounts") or []:
         source = str(mount.get("source"))

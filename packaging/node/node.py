@@ -433,8 +433,16 @@ class Node:
         for name, text in drop_ins.items():
             (etc / "conf.d" / name).write_text(text)
 
+    def owns_link(self, name: str) -> None:
+        """Have ``down`` remove a network interface, which would outlive the node in the machine's network."""
+        self.facts.setdefault("links", []).append(name)
+        self._write()
+
     def _remove(self) -> None:
         self._kill_all()
+        for name in self.facts.get("links", ()):
+            # There is none before the first pod.
+            subprocess.run(["ip", "link", "delete", name], capture_output=True, timeout=10, check=False)
         left = cgroup.remove(self.facts["token"])
         if left:
             raise NodeError(f"the node {self.name} left a cgroup that cannot be removed: {left[0]}")

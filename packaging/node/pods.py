@@ -5,8 +5,6 @@ Field numbers: the Kubernetes container runtime interface, k8s.io/cri-api, pkg/a
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -310,6 +308,7 @@ def _prepare(node: Node) -> None:
   "ipam": {{"type": "host-local", "ranges": [[{{"subnet": "{NETWORK}"}}]], "dataDir": "/run/cni"}}}}]}}
 """
     )
+    node.owns_link(bridge(node))
     node.restart_containerd()
     archive = pause.write_image(node.directory / "pause.tar")
     node.import_image(archive, namespace=NAMESPACE)
@@ -322,9 +321,3 @@ def _may_favour_processes() -> bool:
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> 24 & 1)
-
-
-def clean(node: Node) -> None:
-    """Remove what pods left outside the node: the bridge."""
-    with contextlib.suppress(FileNotFoundError):
-        subprocess.run(["ip", "link", "delete", bridge(node)], capture_output=True, timeout=10, check=False)

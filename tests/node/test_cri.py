@@ -70,11 +70,8 @@ def cluster(stack_name):
     if os.geteuid() != 0:
         pytest.skip("a node needs root")
     node = Pods.up(stack_name=stack_name)
-    try:
+    with node:
         yield node
-    finally:
-        cri.clean(node)
-        node.down()
 
 
 @pytest.fixture
