@@ -231,7 +231,7 @@ class SnapshotShim(RuncShim):
             self.log("error", "restore failed", container=request.id, error=response.status.message)
             if killed := fresh.undo():
                 note(f"killed {killed} processes that waited for a CRIU which is dead")
-            # A runc that was killed leaves a root file system mounted there, and then every delete of the container fails.
+            # A runc that was killed leaves a root file system mounted there, and then every delete of it fails.
             for path in mounts.detach_below(container.runc_directory):
                 note(f"unmounted {path}, which a killed runc left")
             return response
