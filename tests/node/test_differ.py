@@ -6,6 +6,7 @@ A node of its own for each stack: here containerd and the differ are killed, and
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -290,6 +291,18 @@ def test_a_blob_that_exists_is_no_error_and_gets_its_label(node, diffs, base, ke
     node.ctr("leases", "delete", "--sync", "another")
     assert diffs.labels(made["digest"])
     assert "containerd.io/gc.expire=" in node.ctr("leases", "list").stdout
+
+
+def test_the_layer_is_in_the_callers_namespace_and_in_no_other(node, diffs, key):
+    before = len(log(node))
+    diffs.layer(key, BASE, namespace="other", commit=f"{key}-base")
+    diffs.layer(key, CHANGES, f"{key}-base", namespace="other")
+    status, error, packed = ctr_diff(node, key, env={"CONTAINERD_NAMESPACE": "other"})
+    assert (status, error) == (0, "")
+    digest = f"sha256:{hashlib.sha256(packed).hexdigest()}"
+    assert f"other: {diffs.upper(key, namespace='other')}: {digest}" in log(node)[before:]
+    assert digest in node.ctr("content", "list", "-q", namespace="other").stdout
+    assert digest not in node.ctr("content", "list", "-q").stdout
 
 
 def test_what_cannot_be_exact_is_left_to_the_walking_differ(node, diffs, base, key):

@@ -134,8 +134,9 @@ def tree(key, seconds):
     return items
 
 
-def upper(key):
-    return next(option[9:] for option in mounts(key)[0].options if option.startswith("upperdir="))
+def upper(key, namespace="default"):
+    options = mounts(key, namespace=namespace)[0].options
+    return next(option[9:] for option in options if option.startswith("upperdir="))
 
 
 def differences(one, other, seconds=False):
