@@ -245,6 +245,40 @@ def _runtime(daemon: Containerd | None) -> Iterator[Line]:
     else:
         where = _files_naming_the_runtime(daemon.config)
         yield Line("ok", "runtime class", f"configured in {', '.join(where) or daemon.config}")
+        yield from _cgroup_driver(configured)
+
+
+def _cgroup_driver(configured: str) -> Iterator[Line]:
+    """Whether our runtimes make control groups as the node's default one does, which is as the kubelet does."""
+    runtimes = _runtimes(configured)
+    default = runtimes.get("runc", {}).get("SystemdCgroup", "false")
+    for name, keys in runtimes.items():
+        ours = keys.get("runtime_type") == RUNTIME or keys.get("runtime_path", "").endswith(f"/{SHIM}")
+        if ours and keys.get("SystemdCgroup", "false") != default:
+            yield Line(
+                "problem",
+                "cgroup driver",
+                f"the runtime {name} has SystemdCgroup = {keys.get('SystemdCgroup', 'false')}, the runtime runc has "
+                f"{default}: the pods' limits would not hold",
+                f"set SystemdCgroup = {default} in the options of the runtime {name}, then systemctl restart "
+                "containerd",
+            )
+
+
+def _runtimes(configured: str) -> dict[str, dict[str, str]]:
+    """The CRI plugin's runtimes in containerd's whole configuration, each with its keys and those of its options."""
+    import re
+
+    found: dict[str, dict[str, str]] = {}
+    keys: dict[str, str] = {}
+    for line in configured.splitlines():
+        if line.lstrip().startswith("["):
+            table = re.search(r"\.containerd\.runtimes\.['\"]?([\w-]+)['\"]?(?:\.options)?\]", line)
+            keys = found.setdefault(table[1], {}) if table else {}
+        key, equals, value = line.partition("=")
+        if equals:
+            keys[key.strip()] = value.strip().strip("'\"")
+    return found
 
 
 def _dumped(daemon: Containerd) -> str | None:

@@ -156,3 +156,40 @@ def test_on_a_node_with_a_gpu_huge_pages_at_always_are_best(tmp_path, text, leve
     if line.mend:
         line.mend()
         assert path.read_text() == "always"
+
+
+DUMPED = """
+    [plugins.{q}io.containerd.cri.v1.runtime{q}.containerd]
+      default_runtime_name = {q}runc{q}
+        [plugins.{q}io.containerd.cri.v1.runtime{q}.containerd.runtimes.{name}]
+          runtime_type = {q}{kind}{q}
+          runtime_path = {q}{path}{q}
+          [plugins.{q}io.containerd.cri.v1.runtime{q}.containerd.runtimes.{name}.options]
+            BinaryName = {q}{q}
+            {driver}
+        [plugins.{q}io.containerd.cri.v1.runtime{q}.containerd.runtimes.runc]
+          runtime_type = {q}io.containerd.runc.v2{q}
+          [plugins.{q}io.containerd.cri.v1.runtime{q}.containerd.runtimes.runc.options]
+            SystemdCgroup = true
+    [plugins.other]
+      SystemdCgroup = false
+"""
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])  # containerd 2's and 1.7's way to write it
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("io.containerd.fermata.v1", ""), ("io.containerd.runc.v2", "/usr/bin/containerd-shim-fermata-v1")],
+)
+def test_a_runtime_of_ours_with_another_cgroup_driver_is_a_problem(quote, kind, path):
+    def findings(driver, kind=kind, path=path):
+        text = DUMPED.format(q=quote, name="mine", kind=kind, path=path, driver=driver)
+        return [(line.level, line.fix) for line in doctor._cgroup_driver(text)]
+
+    wrong = [
+        ("problem", "set SystemdCgroup = true in the options of the runtime mine, then systemctl restart containerd")
+    ]
+    assert findings("SystemdCgroup = false") == wrong
+    assert findings("") == wrong
+    assert findings("SystemdCgroup = true") == []
+    assert findings("SystemdCgroup = false", "io.containerd.kata.v2", "") == []
