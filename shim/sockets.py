@@ -152,15 +152,17 @@ def connections() -> list[Connection]:
 def of_container(pid: int) -> set[int]:
     """The inodes of all sockets that the processes of a container have open; `pid` is its first process.
 
-    Its processes are those in its control group and below.
+    Its processes are those in its control group and below. In the root group, where everybody is, it is `pid` alone.
     """
     group = _group(str(pid))
+    alone = group in (None, "/")
     inodes: set[int] = set()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         theirs = _group(name)
-        if theirs is None or group is None or not (theirs == group or theirs.startswith(f"{group}/")):
+        inside = theirs is not None and (theirs == group or theirs.startswith(f"{group}/"))
+        if not (int(name) == pid if alone else inside):
             continue
         try:
             for descriptor in os.listdir(f"/proc/{name}/fd"):
