@@ -307,6 +307,10 @@ class SnapshotShim(RuncShim):
         if container is None:
             return self.forward(call)  # not ours to know: the stock shim says what it thinks of the id
         options = _checkpoint_options(request)
+        if container.restore_source is not None:  # its CRIU configuration is that of the restore
+            raise ShimError(
+                f"{request.id} has not been restored yet: take a snapshot once it runs", FAILED_PRECONDITION
+            )
         if not container.take.acquire(False):
             raise ShimError(
                 f"a snapshot of {request.id} is being taken already: wait for it, then try again", FAILED_PRECONDITION
