@@ -15,7 +15,7 @@ TOOLS = pytest pytest-timeout hypothesis protobuf grpcio setuptools wheel "mypy>
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
 
-.PHONY: test lint unit node bench demo install uninstall deb clean programs
+.PHONY: test lint unit node torture bench demo install uninstall deb clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts.
 test: $(VENV)/ready
@@ -31,6 +31,10 @@ unit: $(VENV)/ready
 
 node: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/node
+
+# Every fault at every step, hostile input for longer, and load. At most 20 minutes, both stacks together.
+torture: $(VENV)/ready
+	FERMATA_TORTURE=1 timeout 1200 $(VENV)/bin/python -m pytest -o timeout=900 tests/node/test_faults.py tests/node/test_hostile.py tests/node/test_load.py
 
 # Ratios against the stock runtime; no verdict.
 bench: programs
