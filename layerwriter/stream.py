@@ -7,6 +7,7 @@ same everywhere, and equal trees make equal layers:
 - no sockets: a socket's path without its listener is nothing to take to another container, and tar cannot hold one;
 - of attributes `user.`, POSIX ACLs and file capabilities: labels and signatures (SELinux, IMA, EVM) are this node's,
   and `trusted.` ones stop tools that unpack without privileges, while containerd leaves them out;
+- no sparse files, of which the OCI specification says that tools do not agree: a hole is zeros;
 - no name that begins with `.wh.`, which every tool takes for a deletion: NotPortable.
 """
 
@@ -16,7 +17,8 @@ import os
 import stat
 
 from layerwriter.entries import Entries
-from layerwriter.header import END
+from layerwriter.entries import _changed as changed
+from layerwriter.header import END, REGULAR
 from layerwriter.layer import Layer, LayerError, NotPortable, shown
 from layerwriter.overlay import Marks
 from layerwriter.sink import Sink, ZstdSink
@@ -128,6 +130,12 @@ class _ImageEntries(Entries):
         if path.rpartition(b"/")[2].startswith(b".wh."):
             raise _name(path)
         super().whiteout(path)
+
+    def _large(self, fd: int, path: bytes, found: os.stat_result, records: bytes) -> None:
+        self._emit(path, REGULAR, found, records, found.st_size)
+        if self.sink.copy(fd, 0, found.st_size) != found.st_size:
+            raise changed(path)
+        self.sink.pad()
 
     def _attributes(self, target: int | str, path: bytes) -> tuple[bytes, Marks]:
         records, marks = super()._attributes(target, path)

@@ -97,6 +97,18 @@ def test_sockets_and_the_nodes_own_labels_stay_here(upper):
     assert names == {"SCHILY.xattr.user.kept", "SCHILY.xattr.user.a\nb", "SCHILY.xattr.security.capability"}
 
 
+def test_a_hole_is_zeros(upper):
+    with (upper / "sparse").open("wb") as file:
+        file.truncate(5_000_001)
+        file.seek(2_000_000)
+        file.write(b"middle")
+    _, data = streamed(upper)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        member = tar.getmember("sparse")
+        assert not any(key.startswith("GNU.sparse") for key in member.pax_headers)
+        assert tar.extractfile(member).read() == bytes(2_000_000) + b"middle" + bytes(2_999_995)
+
+
 @pytest.mark.parametrize("name", [".wh.file", "a/.wh..wh..opq"])
 def test_a_name_that_others_take_for_a_deletion_is_refused(upper, name):
     (upper / name).write_text("")
