@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from layerwriter.tree import record as record
     from layerwriter.unpack import Applied as Applied
     from layerwriter.unpack import apply as apply
+    from layerwriter.unpack import discard as discard
     from layerwriter.upper import begin as begin
     from layerwriter.upper import measure as measure
     from layerwriter.upper import write as write
@@ -55,6 +56,7 @@ _MODULES = {
     "begin": "upper",
     "choose": "overlay",
     "compare": "tree",
+    "discard": "unpack",
     "full_diff": "diff",
     "measure": "upper",
     "read": "reader",

@@ -141,6 +141,28 @@ def apply(
     return applied
 
 
+def discard(upperdir: Path) -> None:
+    """Empty an upper directory, and remove what an apply to it that was killed left beside it.
+
+    For one that was empty before that apply. Its own owner, mode and attributes stay. Raises LayerError.
+    """
+    target = os.path.normpath(os.fspath(upperdir))
+    above, name = os.path.split(target)
+    parent = fd = -1
+    try:
+        parent = open_directory(above or ".")
+        fd = open_directory(name, parent)
+        _remove_leftovers(parent, name)
+        for found in os.listdir(fd):
+            remove_tree(fd, found)
+    except OSError as failure:
+        raise LayerError(f"{target} cannot be emptied: {failure}") from failure
+    finally:
+        for opened in (parent, fd):
+            if opened >= 0:
+                os.close(opened)
+
+
 def _open_regular(path: Path) -> int:
     """Open a file without waiting for anybody: a FIFO's open would, for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

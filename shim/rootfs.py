@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from shim.errors import FAILED_PRECONDITION, ShimError
 
 TYPE_CHECKING = False
@@ -37,6 +39,13 @@ class Rootfs:
     def xattr_prefix(self) -> str:
         """Where this overlay keeps its own xattrs: `trusted.`, or `user.` for a mount with userxattr."""
         return "user." if "userxattr" in self.options else "trusted."
+
+    def empty_upper(self) -> str:
+        """The upper directory if there is one and nothing is in it, else an empty string."""
+        try:
+            return self.upper if self.upper and not os.listdir(self.upper) else ""
+        except OSError:  # whoever needs it says what is wrong
+            return ""
 
     def require_overlay(self, purpose: str) -> str:
         """The upper directory. Raises ShimError that says why there is none and what to do."""

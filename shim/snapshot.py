@@ -55,6 +55,7 @@ class Container:
         self.service = task.SERVICES[-1]  # as containerd names the task API, which depends on its version
         self.restoring = False  # runc restore runs
         self.runc_directory = ""  # of a container that is restored
+        self.empty_upper = ""  # its upper directory, if it had no files before the restore
         self.stdio: tuple[str, ...] = ()  # where its input and output go, as the client said
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
         self.take = _thread.allocate_lock()
@@ -151,6 +152,12 @@ class SnapshotShim(RuncShim):
         container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
         container.runc_directory = unfinished.runc_directory(options.root, self._namespace, request.id)
+        if not explicit:
+            container.empty_upper = container.rootfs.empty_upper()
+        # Until it is done, whoever cleans up after a crash finds by this what nobody else would know of.
+        container.state.write(
+            unfinished.RECORD, unfinished.record(container.runc_directory, upper=container.empty_upper)
+        )
         restore.write_criu_config(container, self.config, self.log)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
         timeline.step("layer")
@@ -214,8 +221,10 @@ class SnapshotShim(RuncShim):
 
         watch = orphans.Watch(container.restore_logs or "", note)
         fresh = attempt.Attempt((container.spec.get("linux") or {}).get("cgroupsPath") or "")
-        # Until it is done, whoever cleans up after a crash finds by this what runc would not know of.
-        container.state.write(unfinished.RECORD, f"{container.runc_directory}\n{fresh.record}\n")
+        container.state.write(
+            unfinished.RECORD,
+            unfinished.record(container.runc_directory, upper=container.empty_upper, cgroup=fresh.record),
+        )
         around = network.Restore(container.spec, container.bundle, container.restore_source, self.config, note)
         with around, watch:
             container.restoring = True

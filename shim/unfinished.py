@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 
 from shim import mounts
+from shim.errors import FAILED_PRECONDITION, ShimError
 from shim.state import remove_tree
 
 RECORD = "restoring"
-"""File of the state directory while a restore runs or when it failed: runc's own directory for the container, and the
-control group that the restore made (empty: it was there before)."""
+"""File of the state directory from a restore's beginning to its success: `record`'s text."""
 
 ROOT = "/run/containerd/runc"
 """Where the stock shim has runc keep its containers, unless the runtime options name another place."""
@@ -55,13 +55,29 @@ def end(directory: str) -> set[int]:
             return ended
 
 
-def undo(record: str) -> None:
-    """Remove what a restore left by its RECORD; the container itself is deleted before. Raises ShimError, OSError."""
+def record(directory: str, *, upper: str = "", cgroup: str = "") -> str:
+    """What a crash would leave of a restore: runc's own directory for the container; the upper directory, if it was
+    empty before; the control group, if it was not there before."""
+    return f"{directory}\n{upper}\n{cgroup}\n"
+
+
+def undo(text: str) -> None:
+    """Remove what a restore left, by its record; the container itself is deleted before.
+
+    Raises ShimError, OSError.
+    """
     from shim.attempt import Attempt
 
-    directory, cgroup = record.split("\n")[:2]
+    directory, upper, cgroup = text.split("\n")[:3]
     if cgroup:
         Attempt.of_the_dead(cgroup).undo()
+    if upper and os.path.isdir(upper):
+        import layerwriter
+
+        try:
+            layerwriter.discard(upper)
+        except layerwriter.LayerError as error:
+            raise ShimError(f"a restore that failed left its files: {error}", FAILED_PRECONDITION) from error
     # Without its state.json it is of a container that runc never came to make.
     if os.path.isdir(directory) and not os.path.exists(f"{directory}/state.json"):
         mounts.detach_below(directory)

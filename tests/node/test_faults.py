@@ -246,6 +246,21 @@ def test_a_restore_in_which_somebody_dies_leaves_nothing(node, restores, stage, 
     restores_again(node)
 
 
+def test_a_container_whose_shims_died_in_its_restore_can_be_started_again(node, restores):
+    """What the restore had brought of its files is gone, so that it is no container which has run before."""
+    restores.stop_at("pre-restore")
+    client = restoring(node)
+    restores.wait()
+    strike(node, "ours")
+    assert client.wait(30) != 0
+    restores.go_on()
+    node.path("/etc/fermata/config.toml").write_text("")
+    wait_for(lambda: status(node, "two") is None, "containerd to be done with it")
+    wait_for(lambda: leftovers(node, wait=0) == [], "its clean-up")
+    node.ctr("tasks", "start", "--detach", "two", timeout=30)
+    assert ticks(node, "two")
+
+
 def test_a_kill_ends_a_restore_that_does_not_end(node, restores):
     restores.stop_at("pre-restore")
     client = restoring(node)

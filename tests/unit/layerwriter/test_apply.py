@@ -234,3 +234,17 @@ def test_the_layer_is_read_once_and_by_one_name(upper, layer):
         os.close(fd)
     assert names(upper) == ["new"]
     assert time.monotonic() >= began
+
+
+def test_what_a_killed_apply_left_is_discarded_and_nothing_else(tmp_path):
+    upper, staged, other = tmp_path / "fs", tmp_path / ".fs.fermata-0123456789abcdef", tmp_path / "work"
+    for path in (upper, staged, other):
+        (path / "deep").mkdir(parents=True)
+        (path / "deep/file").write_text("x")
+    upper.chmod(0o751)
+    layerwriter.discard(upper)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fs", "work"]
+    assert list(upper.iterdir()) == []
+    assert upper.stat().st_mode & 0o777 == 0o751
+    assert (other / "deep/file").exists()
+    layerwriter.discard(upper)
