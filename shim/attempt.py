@@ -27,6 +27,8 @@ class Attempt:
         # What was there before is another's, and is never touched. That holds for the root of a hierarchy above all,
         # which is always there, and which `directories` never names.
         self._theirs = any(os.path.exists(directory) for directory in self._directories)
+        # And whatever else goes wrong: a process that is older than the attempt is none of it.
+        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
 
     @classmethod
     def of_the_dead(cls, record: str) -> Attempt:
@@ -53,7 +55,7 @@ class Attempt:
             busy = False
             for directory in self._directories:
                 for group in _groups(directory):
-                    killed |= _kill(group)
+                    killed |= _kill(group, self._began)
                     busy |= not _remove(group)
             if not busy or time.monotonic() > until:
                 return len(killed)
@@ -94,7 +96,7 @@ def _groups(directory: str) -> Iterator[str]:
         yield path
 
 
-def _kill(group: str) -> set[int]:
+def _kill(group: str, began: float) -> set[int]:
     try:
         with open(f"{group}/cgroup.procs", encoding="ascii") as file:
             pids = {int(line) for line in file}
@@ -102,6 +104,7 @@ def _kill(group: str) -> set[int]:
         return set()
     if pids & {0, 1, os.getpid(), os.getppid()}:  # nothing that a container can be in
         return set()
+    pids = {pid for pid in pids if _started(pid) >= began}
     if pids:
         _thaw(group)
     for pid in pids:
@@ -110,6 +113,17 @@ def _kill(group: str) -> set[int]:
         except ProcessLookupError:
             pass
     return pids
+
+
+def _started(pid: int) -> float:
+    """When a process was started, in seconds since boot (proc_pid_stat(5), field 22); 0.0 when it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            ticks = int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0.0
+    # Counted in hundredths, rounded down: one that was started at once with the attempt may show as a tick before it.
+    return (ticks + 1) / os.sysconf("SC_CLK_TCK")
 
 
 def _thaw(group: str) -> None:
