@@ -69,21 +69,22 @@ def test_a_group_that_was_there_before_is_not_touched(group):
 
 
 def test_a_process_that_is_older_than_the_attempt_is_none_of_it(group, monkeypatch):
+    monkeypatch.setattr("shim.attempt.PATIENCE", 0.2)
     older = subprocess.Popen(["sleep", "60"])
     time.sleep(0.1)
     attempt = Attempt(group)
     younger = fill(group)
     try:
         for directory in map(Path, directories(group)):
-            if directory.is_dir():
+            if directory.is_dir() and str(younger.pid) in (directory / "cgroup.procs").read_text().split():
                 (directory / "cgroup.procs").write_text(str(older.pid))
-        monkeypatch.setattr("shim.attempt.PATIENCE", 0.2)
         assert attempt.undo() == 1
         assert younger.wait(10) == -9
         assert older.poll() is None
     finally:
-        older.kill()
-        older.wait()
+        for process in (older, younger):
+            process.kill()
+            process.wait()
 
 
 def test_systemds_way_to_name_a_group_is_understood():
