@@ -133,25 +133,28 @@ def node(differ_node):
 
 
 @pytest.fixture(scope="module")
-def base(differ_node):
+def talking(differ_node):
+    program = Diffs(differ_node)
+    yield program
+    program.end()
+
+
+@pytest.fixture(scope="module")
+def base(talking):
     """The names of two committed chains of snapshots, of one layer and of twenty."""
-    diffs = Diffs(differ_node)
-    diffs.layer("making", BASE, commit="base1")
+    talking.layer("making", BASE, commit="base1")
     for number in range(2, 21):
         program = f"os.mkdir('l{number}'); open('l{number}/f', 'w').write('x'); shutil.rmtree('l{number - 2}', True)"
         program += f"\nopen('d{number % 8}/sub{number}/file', 'w').write('{number} of {number}')"
         program += "\nshutil.rmtree('replaced'); os.makedirs('replaced/deep'); open('replaced/gone', 'w').write('y')"
-        diffs.layer("making", program, f"base{number - 1}", commit=f"base{number}")
-    diffs.end()
+        talking.layer("making", program, f"base{number - 1}", commit=f"base{number}")
     return {1: "base1", 20: "base20"}
 
 
 @pytest.fixture
-def diffs(node, base):
-    talking = Diffs(node)
+def diffs(node, talking):
     yield talking
     assert wait_for(lambda: not talking.active(), "the end of all uploads")
-    talking.end()
 
 
 @pytest.fixture
