@@ -7,7 +7,7 @@ import os
 import time
 
 from shim import bundle as bundles
-from shim import hostfiles, netns, specedits, task
+from shim import hostfiles, netns, specedits, stock, task
 from shim.cleanup import DAEMON, forget, record
 from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, UNIMPLEMENTED, ShimError
 from shim.relay import Call
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shim.restore import Timeline
 
 CRIU_CONF = "criu.conf"
+_GROUP_LINGER = 2.0  # seconds after the last container of a group in which containerd may ask the stock shim to end
 
 
 class Container:
@@ -77,6 +78,7 @@ class SnapshotShim(RuncShim):
         super().__init__(stock_path, config, log, our_path)
         self._namespace = namespace  # a daemon serves one; containerd 1.7 sends none with its calls
         self._containers: dict[str, Container] = {}
+        self._group = False  # whether this process has served several at a time: the containers of a pod
 
     # Create ------------------------------------------------------------------------------------------------------
 
@@ -111,6 +113,7 @@ class SnapshotShim(RuncShim):
         if failed:
             self._undo_create(container)
         else:
+            self._group = self._group or bool(self._containers)
             self._containers[request.id] = container
             self.stay_reachable(request.bundle)
             if options.shim_cgroup:
@@ -361,7 +364,19 @@ class SnapshotShim(RuncShim):
                 # After a failed restore the root file system is unmounted by now, and the layer can go back.
                 self._take_back_layer(container)
                 forget(container.state.namespace, container.state.id)
+            if self._group and not self._containers:
+                _thread.start_new_thread(self._end_group, ())
         return response
+
+    def _end_group(self) -> None:
+        """End the stock shim of a pod that is gone, and ourselves with it.
+
+        containerd 2.x asks for that once, when it deletes the pod's first container. Where another one was being
+        started at that moment, the stock shim stays for its sake, and nobody asks again.
+        """
+        time.sleep(_GROUP_LINGER)
+        if not self._containers:
+            stock.end_unused(self._stock_path)
 
 
 def _runc_options(request: task.CreateTaskRequest) -> task.RuncOptions:
