@@ -5,18 +5,20 @@ Field numbers: the Kubernetes container runtime interface, k8s.io/cri-api, pkg/a
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from node import pause, stack
+from node import cgroup, pause, stack
 from node.errors import NodeError
 from node.image import TEST_IMAGE
 from node.node import SOCKET, Node
 from shim.wire import Message
 
 NAMESPACE = "k8s.io"
+CGROUP = "kubepods"
 LOGS = "/var/log/pods"
 NETWORK = "10.88.7.0/24"
 BRIDGE = "fmt-{token}"  # a network interface has a name of 15 bytes at most
@@ -40,6 +42,13 @@ class PodName(Message):
     uid: str
 
 
+class PodLinux(Message):
+    """LinuxPodSandboxConfig."""
+
+    FIELDS = {1: ("cgroup_parent", str)}
+    cgroup_parent: str
+
+
 class PodConfig(Message):
     """PodSandboxConfig."""
 
@@ -49,10 +58,11 @@ class PodConfig(Message):
         3: ("log_directory", str),
         6: ("labels", [Pair]),
         7: ("annotations", [Pair]),
-        8: ("linux", bytes),
+        8: ("linux", PodLinux),
     }
     metadata: PodName
     hostname: str
+    linux: PodLinux
 
 
 class RunPodRequest(Message):
@@ -212,7 +222,7 @@ class Pods:
             hostname=name,
             log_directory=f"{LOGS}/{uid}",
             annotations=pairs,
-            linux=b"",
+            linux=PodLinux(cgroup_parent=f"/{CGROUP}/pod{uid}"),
         )
         answer = self.call("RunPodSandbox", RunPodRequest(config=config, runtime_handler=handler), ById)
         status = self.call("PodSandboxStatus", ById(id=answer.id), PodStatusResponse).status
@@ -222,12 +232,21 @@ class Pods:
         """Stop and remove a pod with all its containers."""
         self.call("StopPodSandbox", ById(id=pod.id), Message)
         self.call("RemovePodSandbox", ById(id=pod.id), Message)
+        self._remove_cgroups()
 
     def remove_all(self) -> None:
         """Stop and remove every pod of the node."""
         for pod in self.call("ListPodSandbox", Message(), PodList).items:
             self.call("StopPodSandbox", ById(id=pod.id), Message)
             self.call("RemovePodSandbox", ById(id=pod.id), Message)
+        self._remove_cgroups()
+
+    def _remove_cgroups(self) -> None:
+        """The control groups of pods that are gone; runc makes them, and the kubelet removes them."""
+        for hierarchy in cgroup.hierarchies():
+            for path in (cgroup.directory(hierarchy, self.node.facts["token"]) / CGROUP).glob("pod*"):
+                with contextlib.suppress(OSError):  # a pod that lives is in it
+                    path.rmdir()
 
     # -- containers ------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -137,9 +138,14 @@ def test_a_pod_runs_under_either_name_of_the_runtime(node, pods, handler):
     with pytest.raises(NodeError, match="ended with 3"):
         pods.exec(container, "sh", "-c", "exit 3")
     second = running(pods, COUNT, "second", pod=pod)[1]
+    assert "runtime class: configured in /etc/containerd/conf.d/fermata.toml" in _doctor(node)
     assert len(daemons(node)) == 1, "the containers of a pod share one shim"
     pods.call("StopContainer", cri.StopContainerRequest(id=second, timeout=0), cri.Message)
     assert (pods.state(second), pods.status(second).exit_code) == ("EXITED", 137)
+
+
+def _doctor(node):
+    return node.exec(["fermata", "doctor"], check=False).stdout
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
@@ -159,6 +165,10 @@ def test_a_new_pod_goes_on_where_the_snapshot_was_taken(node, pods, directory, h
     assert numbers == list(range(first, first + len(numbers)))
     assert pods.state(container) == "RUNNING"
     assert pods.exec(container, "cat", "/etc/hostname") == "second\n"
+    groups = Path(f"/proc/{_pid(node, container)}/cgroup").read_text()
+    assert f"{other.config.linux.cgroup_parent}/{container}\n" in groups
+    assert pod.config.linux.cgroup_parent not in groups
+    pods.call("ContainerStats", cri.ById(id=container), cri.Message)
     # containerd's restart is the kubelet's business as usual.
     node.restart_containerd()
     wait_for(lambda: _unless_down(lambda: pods.state(container)) == "RUNNING", "the CRI plugin")
