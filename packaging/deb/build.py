@@ -67,6 +67,11 @@ TMPFILES = """# fermata's directories. Snapshots and logs hold what was in a con
 d /run/fermata 0700 root root -
 d /var/log/fermata 0700 root root -
 """
+# Not switched on by the package: it concerns every program of the node.
+HUGE_PAGES = """# Transparent huge pages for those who ask (with an NVIDIA driver: always), as `fermata doctor` says.
+# To use it: cp /usr/share/fermata/huge-pages.conf /etc/tmpfiles.d/ && systemd-tmpfiles --create
+w /sys/kernel/mm/transparent_hugepage/enabled - - - - madvise
+"""
 
 
 def main(out: Path) -> Path:
@@ -88,6 +93,7 @@ def _fill(root: Path) -> None:
     argv = ["make", "--silent", "--no-print-directory", "-C", str(PROJECT), "install", f"DESTDIR={root}", "PREFIX=/usr"]
     subprocess.run(argv, check=True, timeout=120, env=env)
     _write(root, "usr/lib/tmpfiles.d/fermata.conf", TMPFILES)
+    _write(root, "usr/share/fermata/huge-pages.conf", HUGE_PAGES)
     for source in sorted((PROJECT / "docs").glob("*.md")):
         _write(root, f"usr/share/doc/fermata/{source.name}", source.read_text())
     _write(root, "usr/share/doc/fermata/changelog.gz", (PROJECT / "CHANGELOG.md").read_text())

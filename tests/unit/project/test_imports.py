@@ -46,6 +46,12 @@ def test_a_package_needs_no_other_distribution_at_run_time(package):
         assert foreign <= optional | {"__future__"}, f"{path.relative_to(PROJECT)} imports {sorted(foreign - optional)}"
 
 
+@pytest.mark.parametrize("package", MAY)
+def test_every_module_can_be_read_by_the_oldest_python(package):
+    for path in sorted((PROJECT / package).rglob("*.py")):
+        ast.parse(path.read_text(), str(path), feature_version=(3, 10))
+
+
 def test_the_shim_starts_without_what_is_costly():
     program = f"import sys; sys.path.insert(0, {str(PROJECT)!r}); import shim.bootstrap, shim.snapshot, shim.relay\n"
     program += f"print(*[name for name in {COSTLY!r} if name in sys.modules])"
