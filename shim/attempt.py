@@ -33,14 +33,16 @@ class Attempt:
     @classmethod
     def of_the_dead(cls, record: str) -> Attempt:
         """The attempt of a shim that has died meanwhile, by its `record`."""
-        found = cls(record)
+        began, _, path = record.partition(" ")
+        found = cls(path)
         found._theirs = False
+        found._began = float(began)
         return found
 
     @property
     def record(self) -> str:
         """What to keep of it for whoever cleans up after a crash; empty when there is nothing that may be touched."""
-        return "" if self._theirs else self._path
+        return "" if self._theirs else f"{self._began!r} {self._path}"
 
     def undo(self) -> int:
         """Kill what is in the control groups, and remove them. Returns how many processes it killed.
@@ -51,10 +53,12 @@ class Attempt:
             return 0
         killed = set()
         until = time.monotonic() + PATIENCE
+        # By inode: one that is made again under the name meanwhile is that of the next container of this name.
+        meant = {group: _inode(group) for directory in self._directories for group in _groups(directory)}
         while True:
             busy = False
-            for directory in self._directories:
-                for group in _groups(directory):
+            for group, inode in meant.items():
+                if inode is not None and _inode(group) == inode:
                     killed |= _kill(group, self._began)
                     busy |= not _remove(group)
             if not busy or time.monotonic() > until:
@@ -88,6 +92,13 @@ def _slice(name: str) -> str:
     """systemd's directory of a slice: `a-b.slice` is in `a.slice` (systemd.slice(5))."""
     words = (name or "system.slice").removesuffix(".slice").split("-")
     return "".join(f"/{'-'.join(words[: end + 1])}.slice" for end in range(len(words)) if any(words))
+
+
+def _inode(group: str) -> int | None:
+    try:
+        return os.stat(group).st_ino
+    except OSError:  # removed meanwhile
+        return None
 
 
 def _groups(directory: str) -> Iterator[str]:

@@ -340,24 +340,27 @@ class SnapshotShim(RuncShim):
     def kill(self, call: Call) -> Response:
         """Hand off; a restore is ended first, since the stock shim answers no Kill before its end, if it has one."""
         request = task.KillRequest.decode(call.request.payload)
-        container = self._containers.get(request.id)
-        if (
-            container is not None
-            and container.restoring
-            and container.restore_logs is not None
-            and request.signal == 9
-            and not request.exec_id
-        ):
+        if request.signal == 9 and not request.exec_id:
+            self._end_restore(request.id, "Kill")
+        return self.forward(call)
+
+    def _end_restore(self, container_id: str, method: str) -> None:
+        container = self._containers.get(container_id)
+        if container is not None and container.restoring and container.restore_logs is not None:
             from shim import unfinished
 
             ended = unfinished.end(container.restore_logs)
-            self.log("info", "a kill ends the restore", container=request.id, processes=len(ended))
-        return self.forward(call)
+            self.log("info", f"{method} ends the restore", container=container_id, processes=len(ended))
 
     def delete(self, call: Call) -> Response:
-        """Hand off; with the container goes everything that was made for it."""
-        response = self.forward(call)
+        """Hand off; with the container goes everything that was made for it.
+
+        containerd 1.7 deletes a container that it finds half made after its own restart, without a Kill before.
+        """
         request = task.ExecRequest.decode(call.request.payload)
+        if not request.exec_id:
+            self._end_restore(request.id, "Delete")
+        response = self.forward(call)
         if response.ok and not request.exec_id:
             container = self._containers.pop(request.id, None)
             if container is not None:

@@ -100,3 +100,35 @@ def test_systemds_way_to_name_a_group_is_understood():
 def test_the_root_of_a_hierarchy_is_never_named(path):
     """Asked of the names alone: nobody should try what happens if it were."""
     assert directories(path) == []
+
+
+def test_what_an_attempt_left_whose_shim_died_is_found_by_its_record(group):
+    record = Attempt(group).record
+    process = fill(group)
+    assert Attempt(group).record == ""  # by now it is somebody's
+    assert Attempt.of_the_dead(record).undo() == 1
+    assert process.wait(10) == -9
+    assert not any(Path(directory).exists() for directory in directories(group))
+
+
+def test_a_group_of_the_same_name_that_is_made_meanwhile_is_another_containers(group, monkeypatch):
+    attempt = Attempt(group)
+    process = fill(group)
+    later = []
+
+    def make_again(seconds):
+        """While the undoing waits for the first process to end."""
+        if not later and process.poll() is not None:
+            for directory in directories(group):
+                if Path(directory).is_dir():
+                    Path(directory).rmdir()
+            later.append(fill(group))
+
+    monkeypatch.setattr("shim.attempt.time.sleep", make_again)
+    monkeypatch.setattr("shim.attempt._remove", lambda group: bool(later))
+    attempt.undo()
+    (other,) = later
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+    process.wait()
