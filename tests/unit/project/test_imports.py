@@ -40,7 +40,7 @@ def test_a_package_imports_only_what_it_may(package):
 
 @pytest.mark.parametrize("package", MAY)
 def test_a_package_needs_no_other_distribution_at_run_time(package):
-    optional = {"grpc", "zstandard", "compression", "tomli", "typing_extensions"}
+    optional = {"grpc", "zstandard", "compression", "tomli", "tomllib", "typing_extensions"}
     for path in sorted((PROJECT / package).rglob("*.py")):
         foreign = {name for name in imported(path) if name not in sys.stdlib_module_names and name not in MAY}
         assert foreign <= optional | {"__future__"}, f"{path.relative_to(PROJECT)} imports {sorted(foreign - optional)}"
