@@ -27,26 +27,30 @@ _BATCH_FILES, _BATCH_BYTES = 16, 512 << 10
 
 
 class Directory:
-    """A directory of the new tree that is not complete: `fd` is open, and `finish` waits for its children."""
+    """A directory of the new tree that is not complete: `fd` is open, and `finish` waits for its children.
 
-    __slots__ = ("batches", "fd", "finish", "left")
+    `gid` is its group, -1 while that is not known.
+    """
+
+    __slots__ = ("batches", "fd", "finish", "gid", "left")
 
     def __init__(self, fd: int, finish: Callable[[], None]) -> None:
         self.fd = fd
         self.finish = finish
+        self.gid = -1
         self.batches = 0
         self.left = False
 
 
 class Crew:
-    """Makes files by calling `make` with a job and its directory's file descriptor, in any order.
+    """Makes files by calling `make` with a job and its directory, in any order.
 
     `failed` makes an exception of a job into one that names the entry. It is kept as `failure`, and raised by a later
     call.
     """
 
     def __init__(
-        self, make: Callable[[Job, int], None], failed: Callable[[Job | None, BaseException], BaseException]
+        self, make: Callable[[Job, Directory], None], failed: Callable[[Job | None, BaseException], BaseException]
     ) -> None:
         self._make = make
         self._failed = failed
@@ -123,7 +127,7 @@ class Crew:
             try:
                 for job in batch:
                     if self.failure is None:
-                        self._make(job, directory.fd)
+                        self._make(job, directory)
             except BaseException as failure:
                 self.failure = self._failed(job, failure)
             with self._lock:

@@ -39,6 +39,7 @@ _FLAGS = (
 )
 """Inode flags that a program in a container may set and see, with chattr's letters."""
 _ANY_FLAG = 0x100F8
+_NO_FLAGS = bytes(4)
 
 _NAMED = 20
 """Names that a note of one kind lists; the rest is counted."""
@@ -77,7 +78,7 @@ class Entries:
         """An open directory without its contents; `path` is b"" for the root. Returns the overlay's marks on it."""
         found = os.fstat(fd)
         records, marks = self._attributes(fd, path)
-        flags = _flags(fd) if marks is _UNMARKED else _flags(fd) + marks.protected
+        flags = _flags(fd) + marks.protected
         if flags:
             records += self._flag_record(flags, path)
         self._emit(path + b"/" if path else b"./", header.DIRECTORY, found, records)
@@ -95,38 +96,61 @@ class Entries:
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise _changed(path)
-            records, marks = self._attributes(fd, path)
+                raise changed(path)
+            try:
+                names = os.listxattr(fd)
+            except OSError as failure:
+                names = _no_xattrs(failure)
+            flags = _flags(fd)
+            # Nearly every file goes this way, which is kept short for it: the walk is what the others wait for.
+            if not names and not flags and found.st_nlink == 1 and self.quick and self._plain(fd, path, found):
+                return
+            records, marks = self._attributes(fd, path) if names else (b"", _UNMARKED)
             if marks.whiteout and whiteouts and found.st_size == 0:
                 self.whiteout(path)
                 return
             if found.st_nlink > 1 and self._linked(found, path):
                 return
-            flags = _flags(fd) if marks is _UNMARKED else _flags(fd) + marks.protected
+            flags += marks.protected
             if flags:
                 records += self._flag_record(flags, path)
             size = found.st_size
             if size > _SMALL or found.st_blocks * 512 < size:
                 self._large(fd, path, found, records)
                 return
-            head = b""
-            if self.quick and not records and b".wh." not in path:
-                head = header.encode_plain(path, found)
-            if head:
-                self._put_head(head, path, size)
-            else:
-                self._emit(path, header.REGULAR, found, records, size)
-            padded = size + -size % 512
-            sink = self.sink
-            if padded > sink.capacity - sink.used:
-                sink.flush()
-            end = sink.used + size
-            if size and os.readv(fd, (sink.view[sink.used : end],)) != size:
-                raise _changed(path)
-            sink.used += padded
-            sink.view[end : sink.used] = bytes(padded - size)
+            self._emit(path, header.REGULAR, found, records, size)
+            if self.sink.copy(fd, 0, size) != size:
+                raise changed(path)
+            self.sink.pad()
         finally:
             os.close(fd)
+
+    def _plain(self, fd: int, path: bytes, found: os.stat_result) -> bool:
+        """Put a small file with nothing unusual, its data read straight behind its header. False: it is not one."""
+        size = found.st_size
+        if size > _SMALL or found.st_blocks * 512 < size or b".wh." in path:
+            return False
+        head = header.encode_plain(path, found)
+        if not head:
+            return False
+        sink = self.sink
+        start = len(head)
+        total = start + size + -size % 512
+        if sink.position + total + 2048 > sink.limit:
+            sink.refuse(total, shown(path))
+        if total > sink.capacity - sink.used:
+            sink.flush()
+        used, view = sink.used, sink.view
+        start += used
+        end = start + size
+        view[used:start] = head
+        if size:
+            if os.readv(fd, (view[start:end],)) != size:
+                raise changed(path)
+            view[end : used + total] = bytes(used + total - end)
+        sink.used = used + total
+        self.count += 1
+        return True
 
     def special(self, directory: int, name: str, path: bytes) -> None:
         """Anything that is neither a directory nor a regular file."""
@@ -154,7 +178,7 @@ class Entries:
             self._emit(path, header.REGULAR, found, records + header.record(b"FERMATA.kind", b"socket"))
             self._lose("socket", "its path is carried, but not what listens on it", path)
         else:
-            raise _changed(path)
+            raise changed(path)
 
     def whiteout(self, path: bytes) -> None:
         """The deletion of `path`."""
@@ -177,9 +201,7 @@ class Entries:
         try:
             names = os.listxattr(target, follow_symlinks=isinstance(target, int))
         except OSError as failure:
-            if failure.errno == errno.ENOTSUP:
-                return b"", _UNMARKED
-            raise
+            names = _no_xattrs(failure)
         if not names:
             return b"", _UNMARKED
         found = [(os.fsencode(n), os.getxattr(target, n, follow_symlinks=isinstance(target, int))) for n in names]
@@ -272,7 +294,7 @@ class Entries:
         for offset, length in parts:
             shared = sink.share(fd, offset, length)
             if sink.copy(fd, offset + shared, length - shared) != length - shared:
-                raise _changed(path)
+                raise changed(path)
         sink.pad()
 
     def _sparse(
@@ -330,19 +352,24 @@ def extents(fd: int, size: int) -> list[tuple[int, int]]:
     return parts
 
 
+def _no_xattrs(failure: OSError) -> list[str]:
+    """The names of the attributes on a file system that has none; raises any other failure."""
+    if failure.errno == errno.ENOTSUP:
+        return []
+    raise failure
+
+
 def _flags(fd: int) -> bytes:
-    buffer = bytearray(4)
     try:
-        ioctl(fd, _GETFLAGS, buffer)
+        value = int.from_bytes(ioctl(fd, _GETFLAGS, _NO_FLAGS), "little")
     except OSError as failure:
         if failure.errno in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             return b""  # a file system without flags
         raise
-    value = int.from_bytes(buffer, "little")
     if not value & _ANY_FLAG:
         return b""
     return b"".join([letter for bit, letter in _FLAGS if value & bit])
 
 
-def _changed(path: bytes) -> LayerError:
+def changed(path: bytes) -> LayerError:
     return LayerError(f"{shown(path)} changed while the layer was written: freeze the container first")

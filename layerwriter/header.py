@@ -207,15 +207,16 @@ def _stretch(records: bytes, position: int) -> bytes:
 class Block:
     """What one ustar header block says, before extended headers change it."""
 
-    __slots__ = ("device", "gid", "kind", "link", "mode", "mtime", "path", "raw", "size", "uid")
+    __slots__ = ("device", "gid", "kind", "link", "mode", "path", "raw", "size", "uid")
 
     def __init__(self, raw: bytes) -> None:
         """Take a block apart. Raises LayerError for one that is not a header."""
-        stored = raw[148:156]
-        found = number(stored, "checksum")
-        # The checksum counts its own field as spaces. A sum past Adler-32's modulus takes the slow way.
-        if found != (adler32(raw) & 0xFFFF) - 1 - sum(stored) + 256 and found != sum(raw) - sum(stored) + 256:
-            raise LayerError("a header's checksum is wrong: the file is damaged, or is not a tar")
+        # The checksum counts its own field as spaces. What is written otherwise than here, or is a sum past Adler-32's
+        # modulus, takes the slow way.
+        if raw[148:156] != b"%06o\0 " % ((adler32(raw[156:], adler32(raw[:148])) & 0xFFFF) + 255):
+            stored = raw[148:156]
+            if number(stored, "checksum") != sum(raw) - sum(stored) + 256:
+                raise LayerError("a header's checksum is wrong: the file is damaged, or is not a tar")
         self.raw = raw
         self.path = raw[: raw.find(b"\0", 0, 101)] if raw[99] == 0 else raw[:100]
         owner = raw[100:124]
@@ -226,7 +227,6 @@ class Block:
                 _owners[owner] = known
         self.mode, self.uid, self.gid = known
         self.size = number(raw[124:136], "size")
-        self.mtime = number(raw[136:148], "time") * _SECOND
         self.kind = raw[156:157]
         self.link = raw[157:257].rstrip(b"\0").split(b"\0", 1)[0] if raw[157] else b""
         self.device = (0, 0)
@@ -235,6 +235,10 @@ class Block:
                 self.device = (number(raw[329:337], "device"), number(raw[337:345], "device"))
             if raw[345] and raw[257:265] == b"ustar\x0000":
                 self.path = raw[345:500].split(b"\0", 1)[0] + b"/" + self.path
+
+    def time(self) -> int:
+        """The modification time in nanoseconds, which an extended header mostly says better."""
+        return number(self.raw[136:148], "time") * _SECOND
 
 
 _owners: dict[bytes, tuple[int, int, int]] = {}
@@ -289,6 +293,19 @@ def parse_records(data: bytes) -> dict[bytes, bytes]:
     if repeated:
         records[b"GNU.sparse.map"] = b",".join(repeated)
     return records
+
+
+def parse_plain_times(data: bytes) -> tuple[int, int] | None:
+    """The mtime and the atime of pax records that hold nothing else, in the form that nearly every entry has."""
+    if data[:9] != b"30 mtime=" or data[19:20] != b"." or data[29:30] != b"\n":
+        return None
+    digits = data[9:19] + data[20:29]
+    if len(data) == 30:
+        return (int(digits),) * 2 if digits.isdigit() else None
+    if len(data) != 60 or data[30:39] != b"30 atime=" or data[49:50] != b"." or data[59:60] != b"\n":
+        return None
+    others = data[39:49] + data[50:59]
+    return (int(digits), int(others)) if digits.isdigit() and others.isdigit() else None
 
 
 def parse_time(text: bytes) -> int:

@@ -48,12 +48,11 @@ class _Place(Directory):
     Its times, which children change, and what children would inherit: the default ACL and the inode flags.
     """
 
-    __slots__ = ("acl", "atime", "flags", "gid", "mtime")
+    __slots__ = ("acl", "atime", "flags", "mtime")
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, self.complete)
         self.atime = self.mtime = self.flags = 0
-        self.gid = -1
         self.acl: bytes | None = None
 
     def complete(self) -> None:
@@ -149,13 +148,13 @@ class NewTree:
         else:
             self._make_special(entry, place, name)
 
-    def _make_small(self, job: Job, parent: int) -> None:
+    def _make_small(self, job: Job, place: Directory) -> None:
         _, entry, name, data = job
-        fd = os.open(name, _CREATE, 0o600, dir_fd=parent)
+        fd = os.open(name, _CREATE, 0o600, dir_fd=place.fd)
         try:
             if data:
                 _write(fd, data)
-            self._dress(fd, entry)
+            self._dress(fd, entry, place.gid)
         finally:
             os.close(fd)
 
@@ -174,7 +173,7 @@ class NewTree:
                         raise _cut_off()
                     left -= len(part)
                     _write(fd, part)
-            self._dress(fd, entry)
+            self._dress(fd, entry, place.gid)
         finally:
             os.close(fd)
 
@@ -250,9 +249,12 @@ class NewTree:
         os.fchmod(place.fd, entry.mode)
         self._set_xattrs(place.fd, entry)
 
-    def _dress(self, fd: int, entry: Entry) -> None:
+    def _dress(self, fd: int, entry: Entry, place_gid: int) -> None:
         """Owner, mode, attributes, times, flags, in this order: a new owner takes setuid and capabilities away."""
-        os.fchown(fd, entry.uid, entry.gid)
+        # A new file has this process's owner and group, but the directory's group in one with setgid, or where the file
+        # system gives every file its directory's group.
+        if (entry.uid, entry.gid) != self._own or place_gid != entry.gid:
+            os.fchown(fd, entry.uid, entry.gid)
         os.fchmod(fd, entry.mode)
         if entry.xattrs or entry.flags:
             self._set_xattrs(fd, entry)

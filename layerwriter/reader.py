@@ -24,6 +24,7 @@ from layerwriter.header import (
     decode_xattr_name,
     number,
     parse_integer,
+    parse_plain_times,
     parse_records,
     parse_time,
 )
@@ -77,11 +78,11 @@ class Entry(Block):
     stored    bytes of the file in the tar: all of them, or the parts of a sparse one
     """
 
-    __slots__ = ("atime", "flags", "sparse", "stored", "xattrs")
+    __slots__ = ("atime", "flags", "mtime", "sparse", "stored", "xattrs")
 
     def __init__(self, raw: bytes) -> None:
         super().__init__(raw)
-        self.atime = self.mtime
+        self.atime = self.mtime = 0
         self.stored = self.size
         self.xattrs: list[tuple[bytes, bytes]] = []
         self.flags = b""
@@ -127,18 +128,22 @@ class Reader:
     def _next(self) -> Entry | None:
         records: dict[bytes, bytes] = {}
         long_name = long_link = None
+        times = None
         while True:
             raw = bytes(self.source.take(BLOCK))
             if len(raw) < BLOCK:
                 raise LayerError("the file ends without the two blocks of zeros that end a tar: it was cut off")
             kind = raw[156:157]
-            if kind == b"x" and not records:
+            if kind == b"x" and not records and times is None:
                 if raw != self._extended:  # a writer's extended headers are often the same block again
                     self._extended_size = Block(raw).size
                     self._extended = raw
-                records = parse_records(self._body(self._extended_size, RECORDS_LIMIT))
-                if not records:
-                    raise LayerError("an extended header is empty")
+                body = self._body(self._extended_size, RECORDS_LIMIT)
+                times = parse_plain_times(body)
+                if times is None:
+                    records = parse_records(body)
+                    if not records:
+                        raise LayerError("an extended header is empty")
             elif kind == b"g":
                 if set(parse_records(self._body(Block(raw).size, RECORDS_LIMIT))) - {b"comment"}:
                     raise LayerError("a global header changes entries behind it; a layer has none")
@@ -149,7 +154,7 @@ class Reader:
             elif kind in (b"x", b"L", b"K"):
                 raise LayerError("two extended headers of one kind in front of one entry")
             elif raw[0] == 0 and raw == _ZEROS:
-                if records or long_name is not None or long_link is not None:
+                if records or times is not None or long_name is not None or long_link is not None:
                     raise LayerError("an extended header is not followed by an entry")
                 self._end()
                 return None
@@ -162,10 +167,15 @@ class Reader:
             entry.link = long_link
         self.count += 1
         self._name = entry.path
-        for key in (b"FERMATA.path", b"GNU.sparse.name", b"path"):
-            if key in records:
-                self._name = records[key]
-                break
+        if records:
+            for key in (b"FERMATA.path", b"GNU.sparse.name", b"path"):
+                if key in records:
+                    self._name = records[key]
+                    break
+        if times is not None:
+            entry.mtime, entry.atime = times
+        else:
+            entry.mtime = entry.atime = entry.time()
         self._apply(entry, records)
         return entry
 
@@ -200,8 +210,10 @@ class Reader:
         for key, value in records.items():
             if key == b"mtime":
                 entry.mtime = parse_time(value)
+                if atime is None:
+                    entry.atime = entry.mtime
             elif key == b"atime":
-                atime = parse_time(value)
+                atime = entry.atime = parse_time(value)
             elif key == b"path":
                 name = value
             elif key.startswith(b"SCHILY.xattr."):
@@ -233,7 +245,6 @@ class Reader:
                 for refused, meaning in _REFUSED:
                     if key.startswith(refused):
                         raise LayerError(f"it has {meaning} ({shown(key)}), which is not read here")
-        entry.atime = entry.mtime if atime is None else atime
         self._data_end = self.source.position + size + -size % BLOCK
         if size < 0 or self.source.position + size > self.source.limit:
             raise LayerError(f"its {size} bytes take the layer past its limit of {self.source.limit} bytes")

@@ -16,8 +16,7 @@ from __future__ import annotations
 import os
 import stat
 
-from layerwriter.entries import Entries
-from layerwriter.entries import _changed as changed
+from layerwriter.entries import Entries, changed
 from layerwriter.header import END, REGULAR
 from layerwriter.layer import Layer, LayerError, NotPortable, shown
 from layerwriter.overlay import Marks
