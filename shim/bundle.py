@@ -93,6 +93,10 @@ class Bundle:
                 mine[general] = value
             elif not dot and general not in self.named:
                 mine[general] = value
+        if (pause or name is not None) and mine.get(NETNS) == "private":
+            wrong.append(
+                f"annotation {NETNS} is 'private', and a container of a pod has the pod's network: leave it out"
+            )
         if wrong:
             raise ShimError("; ".join(wrong), INVALID_ARGUMENT)
         if not pause:

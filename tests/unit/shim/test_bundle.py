@@ -70,7 +70,7 @@ def test_an_annotation_that_names_the_container_counts_more_than_one_for_the_pod
 
 
 def test_a_pause_container_is_left_alone_by_the_pods_annotations(tmp_path):
-    made = pod_container(tmp_path, {"fermata/restore-from": "/a", "fermata/netns.server": "private"}, None, "sandbox")
+    made = pod_container(tmp_path, {"fermata/restore-from": "/a", "fermata/layer.server": "none"}, None, "sandbox")
     made.settle()
     assert list(made.annotations) == ["io.kubernetes.cri.container-type"]
 
@@ -94,6 +94,14 @@ def test_all_that_makes_no_sense_is_named_at_once(tmp_path, kind):
         "annotation fermata/restore-from. ends with a dot: the name of a container of the pod goes there",
         "annotation fermata/restore-from.other is 'a', it must be the absolute path of a snapshot directory",
     ]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("container", "server"), ("sandbox", None)])
+def test_a_pods_network_cannot_be_private(tmp_path, kind, name):
+    with pytest.raises(ShimError, match="'private', and a container of a pod has the pod's network: leave it out"):
+        pod_container(tmp_path, {"fermata/netns": "private"}, name, kind).settle()
+    pod_container(tmp_path, {"fermata/netns": "keep"}, name, kind).settle()
+    bundle(tmp_path, {"annotations": {"fermata/netns": "private"}}).settle()
 
 
 def test_a_containers_name_outside_of_a_pod_is_refused(tmp_path):
