@@ -20,8 +20,8 @@ from pathlib import Path
 TOP = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TOP), str(TOP / "packaging")]
 
-from node import Node, image
-from node.shims import Shim
+from node import Node, image  # noqa: E402 (the path comes first)
+from node.shims import Shim  # noqa: E402
 
 FERMATA, STOCK = "io.containerd.fermata.v1", "io.containerd.runc.v2"
 PROGRAM = """
@@ -83,7 +83,7 @@ def main() -> None:
             direct.append(time.monotonic() - began)
             held.append(json.loads(node.path(f"/srv/ours/{number}/fermata.json").read_text())["frozen"])
     base = statistics.median(stock)
-    print(f"image of {arguments.entries} entries, {arguments.files} files of 19 KiB written, {arguments.rounds} rounds, medians")
+    print(f"image of {arguments.entries} entries, {arguments.files} files written; medians of {arguments.rounds}")
     for label, values in (
         ("stock, ctr c checkpoint --task --rw: paused and total", stock),
         ("fermata, ctr c checkpoint --task: paused and total", paused),

@@ -114,8 +114,8 @@ def test_a_pods_annotation_restores_no_container_from_the_snapshot_of_another(tm
     taken = {"spec": {"annotations": {"io.kubernetes.cri.container-name": "server"}}}
     given = {"fermata/restore-from": "/a"}
     meant = {"fermata/restore-from.sidecar": "/a"}
-    for name, annotations in (("server", given), ("sidecar", meant)):
-        made = pod_container(tmp_path, annotations, name)
+    for name, held in (("server", given), ("sidecar", meant)):
+        made = pod_container(tmp_path, held, name)
         made.settle()
         made.check_recorded_name("/a", taken)
     made = pod_container(tmp_path, given, "sidecar")

@@ -27,7 +27,7 @@ def test_a_table_of_containerds_becomes_runcs_options():
 
 
 def test_every_option_that_we_know_can_be_given():
-    assert NAMES == {name.replace("_", ""): name for name, _ in RuncOptions.FIELDS.values()}
+    assert {name.replace("_", ""): name for name, _ in RuncOptions.FIELDS.values()} == NAMES
 
 
 @pytest.mark.parametrize(
