@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
+_REGULAR = 0o100000
+
 _SMALL = 256 << 10
 """Bytes up to which a file is read in one piece, straight behind its header."""
 
@@ -40,6 +42,10 @@ _FLAGS = (
 """Inode flags that a program in a container may set and see, with chattr's letters."""
 _ANY_FLAG = 0x100F8
 _NO_FLAGS = bytes(4)
+
+_ZEROS = bytes(header.BLOCK)
+_END = 2 * header.BLOCK + header.BLOCK
+"""Bytes at most behind an entry's data: what fills its last block, and the end of the tar."""
 
 _NAMED = 20
 """Names that a note of one kind lists; the rest is counted."""
@@ -95,7 +101,7 @@ class Entries:
             fd = os.open(name, _OPEN_FILE, dir_fd=directory)
         try:
             found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            if found.st_mode & 0o170000 != _REGULAR:
                 raise changed(path)
             try:
                 names = os.listxattr(fd)
@@ -134,21 +140,20 @@ class Entries:
         if not head:
             return False
         sink = self.sink
-        start = len(head)
-        total = start + size + -size % 512
-        if sink.position + total + 2048 > sink.limit:
+        total = len(head) + size + -size % 512
+        if sink.used + total + _END > sink.room:
             sink.refuse(total, shown(path))
-        if total > sink.capacity - sink.used:
+        if sink.used + total > sink.capacity:
             sink.flush()
         used, view = sink.used, sink.view
-        start += used
+        start = used + len(head)
         end = start + size
+        sink.used = used + total
         view[used:start] = head
         if size:
             if os.readv(fd, (view[start:end],)) != size:
                 raise changed(path)
-            view[end : used + total] = bytes(used + total - end)
-        sink.used = used + total
+            view[end : sink.used] = _ZEROS[: sink.used - end]
         self.count += 1
         return True
 
@@ -257,8 +262,7 @@ class Entries:
     def _put_head(self, head: bytes, path: bytes, size: int) -> None:
         sink = self.sink
         length = len(head)
-        # The end of the archive is two blocks more.
-        if sink.position + length + size + 2048 > sink.limit:
+        if sink.used + length + size + _END > sink.room:
             sink.refuse(length + size, shown(path))
         self.count += 1
         if length > sink.capacity - sink.used:

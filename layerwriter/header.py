@@ -218,7 +218,7 @@ class Block:
             if number(stored, "checksum") != sum(raw) - sum(stored) + 256:
                 raise LayerError("a header's checksum is wrong: the file is damaged, or is not a tar")
         self.raw = raw
-        self.path = raw[: raw.find(b"\0", 0, 101)] if raw[99] == 0 else raw[:100]
+        self.path = raw[: raw.find(b"\0")] if raw[99] == 0 else raw[:100].split(b"\0", 1)[0]
         owner = raw[100:124]
         known = _owners.get(owner)
         if known is None:

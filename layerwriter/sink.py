@@ -65,7 +65,7 @@ class Sink:
     """An uncompressed tar under construction, over a file opened for reading and writing.
 
     `view` and `used` are for the walk: it may place up to `capacity - used` bytes in the view itself and add them to
-    `used`. `limit` is the largest tar allowed, in bytes.
+    `used`. `limit` is the largest tar allowed, in bytes; `room` is what it allows `used` to be.
     """
 
     capacity = _BUFFER
@@ -76,6 +76,7 @@ class Sink:
         self.limit = limit
         self.used = 0
         self._start = 0
+        self.room = limit
         self._hash = sha256()
         self._piece = Piece(self.capacity)
         self.view = self._piece.view
@@ -147,6 +148,7 @@ class Sink:
         piece.used, piece.offset, piece.shared = whole, self._start, True
         piece.source, piece.source_offset, piece.unchanged = os.dup(fd), offset, _version(fd)
         self._start += whole
+        self.room -= whole
         self._hand_on(piece)
         return whole
 
@@ -155,6 +157,7 @@ class Sink:
         piece = self._piece
         piece.used, piece.offset = self.used, self._start
         self._start += self.used
+        self.room -= self.used
         self.used = 0
         self._hand_on(piece)
         if self.spare:
