@@ -132,9 +132,10 @@ def _line(entry: layerwriter.reader.Entry) -> str:
         return f"deleted {name}"
     if letter == "o":
         return f"opaque  {name}"
-    seconds, fraction = divmod(entry.mtime, 1_000_000_000)
+    seconds, fraction = divmod(abs(entry.mtime), 1_000_000_000)
+    sign = "-" if entry.mtime < 0 else ""
     size = f"{entry.device[0]},{entry.device[1]}" if letter in "cb" else str(entry.size)
-    line = f"{letter}{entry.mode:04o} {entry.uid}/{entry.gid} {size:>10} {seconds}.{fraction:09d} {name}"
+    line = f"{letter}{entry.mode:04o} {entry.uid}/{entry.gid} {size:>10} {sign}{seconds}.{fraction:09d} {name}"
     if entry.link:
         line += f" {'link to' if letter == 'h' else '->'} {shown(entry.link)}"
     for key, _ in entry.xattrs:
