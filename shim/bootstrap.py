@@ -296,6 +296,8 @@ def _delete(arguments: Arguments) -> int:
 
         cleanup.end_orphaned_stock_shim(namespace, container_id, arguments.values.get("address", ""))
         unfinished.end(state.log_path)
+        if restoring := state.read(unfinished.RECORD):
+            unfinished.detach(restoring)
     status, out = _run_stock(arguments).finish()
     try:
         if left:

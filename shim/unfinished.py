@@ -61,6 +61,15 @@ def record(directory: str, *, upper: str = "", cgroup: str = "") -> str:
     return f"{directory}\n{upper}\n{cgroup}\n"
 
 
+def detach(text: str) -> None:
+    """Unmount what a restore left mounted, by its record, before the container is deleted. Raises ShimError.
+
+    runc removes its directory with all that is in it, the mounted root file system of the container too: that takes
+    longer than containerd waits for a clean-up, and the files are gone.
+    """
+    mounts.detach_below(text.partition("\n")[0])
+
+
 def undo(text: str) -> None:
     """Remove what a restore left, by its record; the container itself is deleted before.
 
