@@ -13,9 +13,10 @@ VENV = .venv
 # Another minor version of ruff may format or check otherwise.
 TOOLS = pytest pytest-timeout hypothesis protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema
 # Programs that tests and the node need, each with the package that has it.
-PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg
+PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg \
+  zstd:zstd umoci:umoci skopeo:skopeo mkfs.xfs:xfsprogs chattr:e2fsprogs
 
-.PHONY: test lint unit node torture bench demo install uninstall deb clean programs
+.PHONY: test lint unit node torture fuzz bench demo install uninstall deb clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts.
 test: $(VENV)/ready
@@ -36,10 +37,16 @@ node: $(VENV)/ready
 torture: $(VENV)/ready
 	FERMATA_TORTURE=1 timeout 1200 $(VENV)/bin/python -m pytest -o timeout=900 tests/node/test_faults.py tests/node/test_hostile.py tests/node/test_load.py
 
+# Random input for the reader of layers, for SECONDS. What it finds is left in a file here.
+SECONDS = 120
+fuzz: $(VENV)/ready
+	$(VENV)/bin/python -m tests.fuzz.layers --seconds $(SECONDS)
+
 # Ratios against the stock runtime; no verdict.
 bench: programs
 	$(PYTHON) bench/shim.py
 	$(PYTHON) bench/take.py
+	$(PYTHON) bench/layers.py
 
 demo: programs
 	$(PYTHON) packaging/demo/demo.py
