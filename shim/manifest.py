@@ -10,7 +10,7 @@ import json
 import os
 import stat
 
-from shim.errors import FAILED_PRECONDITION, INVALID_ARGUMENT, NOT_FOUND, ShimError
+from shim.errors import FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, NOT_FOUND, ShimError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,8 +45,13 @@ class Manifest:
     def stage(self, directory: str) -> None:
         """Bring everything of the snapshot to disk, and this description beside it under a temporary name.
 
-        A description that was staged before stays until this one is whole. Raises OSError.
+        A description that was staged before stays until this one is whole. Raises OSError, and ShimError for a
+        description that could not be read back: a take fails for it, before it is too late to take the dump back.
         """
+        from shim.shape import misfit
+
+        if wrong := misfit(self.data):
+            raise ShimError(f"a fault in fermata itself: {NAME} would be unreadable: {wrong}", INTERNAL)
         sync_files(directory)
         draft = f"{directory}/.{NAME}.draft"
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

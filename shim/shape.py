@@ -76,8 +76,11 @@ def _misfit(value: object, shape: Any, where: str, strict: bool) -> str | None:
     if isinstance(shape, list):
         if not isinstance(value, list):
             return f"{where} is not a list"
-        # An object that is left out of a list has no meaning.
-        found = (_misfit(item, shape[0], f"{where}[{at}]", True) for at, item in enumerate(value))
+        found = (
+            # An item that is left out of a list has no meaning; a value that is left out of the item has.
+            f"{where}[{at}] is null" if item is None else _misfit(item, shape[0], f"{where}[{at}]", strict)
+            for at, item in enumerate(value)
+        )
     elif isinstance(shape, dict):
         if not isinstance(value, dict):
             return f"{where} is not an object"

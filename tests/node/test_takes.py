@@ -309,3 +309,17 @@ def test_the_time_that_the_processes_stood_still_is_recorded(node, image):
     assert recorded["steps"]["layer"] <= recorded["frozen"] <= recorded["steps"]["total"]
     remove(node, "frozen")
     node.exec(["rm", "-rf", "/srv/frozen"])
+
+
+def test_an_empty_file_held_open_on_a_bind_mount_comes_back(node, image):
+    """A lock file, say. Of its size there is nothing to compare, and the snapshot has to be readable all the same."""
+    node.exec(["mkdir", "-p", "/srv/volume"])
+    mount = ("--mount", "type=bind,src=/srv/volume,dst=/volume,options=rbind:rw")
+    run(node, image, "empty", 'held = open("/volume/lock", "w")\n' + LEDGER, *mount)
+    Shim(node, "empty").checkpoint("/srv/empty", leave_running=False)
+    remove(node, "empty")
+    options = (*mount, "--annotation", "fermata/restore-from=/srv/empty")
+    node.ctr("run", "-d", "--runtime", OURS, *options, image, "empty-2", "true")
+    assert runs_on(node, "empty-2")["broken"] is None
+    remove(node, "empty-2")
+    node.exec(["rm", "-r", "/srv/empty", "/srv/volume"])

@@ -122,6 +122,23 @@ def test_files_of_the_image_and_of_bind_mounts_are_required_and_those_of_the_wri
     assert required["namespaces"] == ["mount", "network", "pid"]
 
 
+def test_what_is_not_known_of_a_file_or_a_mount_can_be_read_back(snapshot):
+    data = json.loads((snapshot / "fermata.json").read_text())
+    data["requires"]["files"][0]["size"] = None  # an empty file
+    data["requires"]["mounts"][1]["file"] = None  # its source could not be seen
+    manifest.Manifest(data).write(str(snapshot))
+    assert manifest.read(str(snapshot)).data == data
+
+
+def test_a_description_that_could_not_be_read_back_is_never_written(snapshot):
+    before = (snapshot / "fermata.json").read_text()
+    data = json.loads(before)
+    data["requires"]["files"][0]["size"] = "much"
+    with pytest.raises(ShimError, match=r"would be unreadable: requires\.files\[0\]\.size is not a whole number"):
+        manifest.Manifest(data).write(str(snapshot))
+    assert (snapshot / "fermata.json").read_text() == before
+
+
 def test_a_bind_mount_of_a_file_is_told_from_one_of_a_directory(tmp_path):
     (tmp_path / "file").touch()
     mounts = [
