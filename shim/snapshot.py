@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shim.log import Log
     from shim.parking import Gpu
     from shim.restore import Timeline
+    from shim.stdio import Substitute
 
 CRIU_CONF = "criu.conf"
 _GROUP_LINGER = 2.0  # seconds after the last container of a group in which containerd may ask the stock shim to end
@@ -43,9 +44,7 @@ class Container:
         self.layer = bundle.annotations.get(bundles.LAYER, "carry")
         self.check = bundle.annotations.get(bundles.CHECK, "refuse")
         self.original = bundle.original  # config.json as the client made it
-        self.edits: list[
-            tuple[str, str]
-        ] = []  # what specedits changed in it: the annotation that switches it, and what
+        self.edits: list[tuple[str, str]] = []  # what specedits changed: the annotation that switches it, and how
         self.criu_config: str | None = None  # the container's own CRIU configuration, merged over ours
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
@@ -58,8 +57,14 @@ class Container:
         self.runc_directory = ""  # of a container that is restored
         self.empty_upper = ""  # its upper directory, if it had no files before the restore
         self.stdio: tuple[str, ...] = ()  # where its input and output go, as the client said
+        self.substitute: Substitute | None = None  # for input and output that the client did not give
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
         self.take = _thread.allocate_lock()
+
+    def close(self) -> None:
+        """Let go of what is held open for the container. Idempotent."""
+        if self.substitute is not None:
+            self.substitute.close()
 
 
 class SnapshotShim(RuncShim):
@@ -142,9 +147,10 @@ class SnapshotShim(RuncShim):
         request: task.CreateTaskRequest,
         options: task.RuncOptions,
     ) -> None:
-        from shim import restore, unfinished
+        from shim import restore, stdio, unfinished
 
         container.restore_source = source
+        container.substitute = stdio.Substitute(request, container.state.path)
         container.stdio = (request.stdin, request.stdout, request.stderr)
         container.timeline = timeline = restore.Timeline(self.log, container.state.id)
         explicit = bool(request.checkpoint or options.criu_image_path)
@@ -177,6 +183,7 @@ class SnapshotShim(RuncShim):
         request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
 
     def _undo_create(self, container: Container) -> None:
+        container.close()
         self._take_back_layer(container)
         forget(container.state.namespace, container.state.id)
 
@@ -364,6 +371,7 @@ class SnapshotShim(RuncShim):
         if response.ok and not request.exec_id:
             container = self._containers.pop(request.id, None)
             if container is not None:
+                container.close()
                 # After a failed restore the root file system is unmounted by now, and the layer can go back.
                 self._take_back_layer(container)
                 forget(container.state.namespace, container.state.id)

@@ -15,6 +15,41 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from shim.task import CreateTaskRequest
+
+NOWHERE = "file:///dev/null"
+"""A log by this name is a pipe for the container, which the stock shim empties into /dev/null."""
+
+
+class Substitute:
+    """Input and output for a restored container whose client gives none.
+
+    The stock shim would hand it the node's own /dev/null, which lies outside of the container, so that the next
+    snapshot of it could not be taken. What is given instead is what the snapshot's container had: pipes, to an input
+    that never ends and an output that nobody reads.
+    """
+
+    def __init__(self, request: CreateTaskRequest, folder: str) -> None:
+        """Change the request. The FIFO is made in `folder`. Raises OSError."""
+        self._descriptor: int | None = None
+        if request.terminal:
+            return
+        if not request.stdin:
+            path = f"{folder}/stdin"
+            os.mkfifo(path, 0o600)
+            # Both ends: with nobody at the other one, the container would read the end of its input.
+            self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            request.stdin = path
+        if not request.stdout:
+            request.stdout = NOWHERE
+            request.stderr = request.stderr or NOWHERE
+
+    def close(self) -> None:
+        """Let go of the input. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
 
 class Held:
     """A context manager in which both ends of the FIFOs among `paths` are open.

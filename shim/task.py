@@ -39,6 +39,7 @@ class CreateTaskRequest(Message):
         1: ("id", str),
         2: ("bundle", str),
         3: ("rootfs", [Mount]),
+        4: ("terminal", bool),
         5: ("stdin", str),
         6: ("stdout", str),
         7: ("stderr", str),
@@ -48,6 +49,7 @@ class CreateTaskRequest(Message):
     id: str
     bundle: str
     rootfs: list[Mount]
+    terminal: bool
     stdin: str
     stdout: str
     stderr: str

@@ -323,3 +323,24 @@ def test_an_empty_file_held_open_on_a_bind_mount_comes_back(node, image):
     assert runs_on(node, "empty-2")["broken"] is None
     remove(node, "empty-2")
     node.exec(["rm", "-r", "/srv/empty", "/srv/volume"])
+
+
+def test_a_container_that_is_restored_without_input_and_output_can_be_taken_again(node, image):
+    """As `fermata restore` makes one. The node's own /dev/null in it could not be dumped, and its input would end."""
+    program = LEDGER.replace(
+        "threading.Thread(target=ledger",
+        "import sys\nthreading.Thread(target=lambda: state.update(input=sys.stdin.read())).start()\n"
+        "threading.Thread(target=ledger",
+    )
+    run(node, image, "quiet", program)
+    Shim(node, "quiet").checkpoint("/srv/quiet/0", leave_running=False)
+    remove(node, "quiet")
+    for number in range(2):
+        options = ("--null-io", "--annotation", f"fermata/restore-from=/srv/quiet/{number}")
+        node.ctr("run", "-d", "--runtime", OURS, *options, image, f"quiet-{number}", "true")
+        now = runs_on(node, f"quiet-{number}")
+        assert now["broken"] is None
+        assert "input" not in now, "the end of its input was read"
+        Shim(node, f"quiet-{number}").checkpoint(f"/srv/quiet/{number + 1}", leave_running=False)
+        remove(node, f"quiet-{number}")
+    node.exec(["rm", "-r", "/srv/quiet"])
