@@ -15,7 +15,7 @@ from shim.host import size
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import Any
 
     from shim.config import Config
@@ -361,12 +361,22 @@ def _criu(config: Config) -> Iterator[Line]:
         yield Line("problem", "CRIU", f"`{installed.path} check` gave no answer in 60 s")
         return
     said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
-    if done.returncode == 0:
+    if done.returncode == 0 and not dumps_internet_sockets(installed.version, os.uname().release):
+        # `criu check` looks at the kernel's features, and this is a change of one that it does not ask for.
+        told = f"{version} cannot dump an internet socket on Linux {os.uname().release}, a listening server's say"
+        yield Line("warning", "CRIU", told, "install CRIU 4.2 or newer")
+    elif done.returncode == 0:
         yield Line("ok", "CRIU", f"{version}; `criu check`: {said[-1]}")
     else:
         errors = [line for line in said if "Error" in line] or said[-1:]
         fix = "install a newer CRIU, or a kernel with what it misses"
         yield Line("problem", "CRIU", f"{version}; `criu check` fails: {errors[0]}", fix)
+
+
+def dumps_internet_sockets(criu: Sequence[int], kernel: str) -> bool:
+    """Whether a CRIU can dump an internet socket: Linux 6.16 refuses options of it that CRIU before 4.2 asks for."""
+    numbers = [int(word) for word in kernel.split("-", maxsplit=1)[0].split(".")[:2] if word.isdigit()]
+    return numbers < [6, 16] or tuple(criu) >= (4, 2)
 
 
 def _kernel() -> Iterator[Line]:

@@ -193,3 +193,18 @@ def test_a_runtime_of_ours_with_another_cgroup_driver_is_a_problem(quote, kind, 
     assert findings("") == wrong
     assert findings("SystemdCgroup = true") == []
     assert findings("SystemdCgroup = false", "io.containerd.kata.v2", "") == []
+
+
+@pytest.mark.parametrize(
+    ("criu", "kernel", "able"),
+    [
+        ((4, 1, 1), "6.18.44-fc", False),
+        ((4, 1, 1), "6.16.0", False),
+        ((4, 1, 1), "6.15.9-amd64", True),
+        ((4, 1, 1), "7.0.0", False),
+        ((4, 2), "6.18.44", True),
+        ((4, 3), "6.18.44", True),
+    ],
+)
+def test_which_criu_can_dump_an_internet_socket_on_which_kernel_is_known(criu, kernel, able):
+    assert doctor.dumps_internet_sockets(criu, kernel) == able
