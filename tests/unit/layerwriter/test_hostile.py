@@ -128,7 +128,8 @@ def test_an_entry_may_be_there_once(target):
 def test_nothing_can_be_inside_a_deletion_or_a_file(target):
     refused(target, tar(entry(b".wh.d"), entry(b"d/file")), "entry 2", "d/file", "not a directory")
     refused(target, tar(FILE, entry(b"file/inside")), "entry 2", "file/inside", "not a directory")
-    refused(target, tar(entry(b".wh.d/file")), "mark of a deletion")
+    refused(target, tar(entry(b".wh.d/some-file")), "inside a mark of a deletion")
+    refused(target, tar(entry(b".wh.d/.wh.file")), "inside a mark of a deletion")
 
 
 @pytest.mark.parametrize("name", [b".wh.", b".wh..", b".wh...", b"d/.wh.", b".wh..wh.aufs", b"d/.wh..wh.plnk"])
@@ -209,6 +210,9 @@ def test_a_small_file_that_unpacks_to_a_huge_one_is_refused(target):
     # Many entries, each of them within the limit.
     many = gzip.compress(tar(*[entry(b"f%d" % i, bytes(100_000)) for i in range(20)]))
     refused(target, many, "limit", limit=1 << 20)
+    # No entry at all.
+    headers = gzip.compress(extended(record(b"comment", b"x" * 400), kind=b"g") * 2000)
+    refused(target, headers, "limit", limit=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -343,14 +347,15 @@ def test_a_deep_tree_needs_few_files_at_a_time(target):
     import resource
 
     depth = 600
-    parts = [entry(b"d/" * (i + 1)) for i in range(depth)]
+    # With files on every level, which are made while directories far above are closed and opened again.
+    parts = [entry(b"d/" * i + name) for i in range(1, depth + 1) for name in (b"", b"f", b"g")]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
     try:
         apply(target, tar(*parts, entry(b"d/" * depth + b"bottom", b"deep"), entry(b"top", b"t")))
         items = list(layerwriter.record(target))
-        assert len(items) == depth + 3
-        assert items[-2].path == b"d/" * depth + b"bottom"
+        assert len(items) == 3 * depth + 3
+        assert items[depth + 1].path == b"d/" * depth + b"bottom"
         again = layerwriter.write(target, target.parent.parent / "again.tar")
         layerwriter.apply(again, target, replace=True)
         assert list(layerwriter.compare(items, target)) == []
