@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shim.rootfs import Rootfs
 
 NAME = "fermata.json"
+STAGED = f".{NAME}.staged"
 MAJOR, MINOR = 1, 0
 _LIMIT = 4 << 20  # bytes; one of ours has a few thousand
 
@@ -60,21 +61,22 @@ class Manifest:
             file.write("\n")
             file.flush()
             os.fsync(fd)
-        os.rename(draft, f"{directory}/.{NAME}.staged")
-
-    def publish(self, directory: str) -> None:
-        """Make the directory a snapshot: what was staged last gets its name. Raises OSError."""
-        try:
-            os.unlink(f"{directory}/.{NAME}.draft")  # of a stage that failed
-        except FileNotFoundError:
-            pass
-        os.rename(f"{directory}/.{NAME}.staged", f"{directory}/{NAME}")
-        _sync(directory)
+        os.rename(draft, f"{directory}/{STAGED}")
 
     def write(self, directory: str) -> None:
         """Stage and publish. Raises OSError."""
         self.stage(directory)
-        self.publish(directory)
+        publish(directory)
+
+
+def publish(directory: str) -> None:
+    """Make the directory a snapshot: what was staged last gets its name. Raises OSError."""
+    try:
+        os.unlink(f"{directory}/.{NAME}.draft")  # of a stage that failed
+    except FileNotFoundError:
+        pass
+    os.rename(f"{directory}/{STAGED}", f"{directory}/{NAME}")
+    _sync(directory)
 
 
 def sync_files(directory: str) -> None:

@@ -55,6 +55,8 @@ class Take:
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
         self._frozen: float | None = None
+        self._ended = False  # the container has, by this take
+        self._made = False  # the directory was
 
     def run(self, dump: Callable[[bytes], Response]) -> Response:
         """Take it; `dump` makes the Checkpoint call at the stock shim. Raises ShimError."""
@@ -66,10 +68,12 @@ class Take:
         held = self._prepare_directory()
         try:
             response = self._dump(dump)
+            self._ended = response.ok and self.options.exit
             if response.ok:
                 self._complete()
         except BaseException as error:
-            self._discard()
+            if not self._ended:  # else this is all that is left of the container
+                self._discard()
             if isinstance(error, OSError):
                 raise ShimError(
                     f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION
@@ -160,15 +164,22 @@ class Take:
 
     def _complete(self) -> None:
         """The dump is done: give the snapshot its fermata.json."""
-        manifest = self._describe()
         try:
-            manifest.stage(self.directory)
-        except OSError as error:
-            if not self.options.exit:
+            self._describe().stage(self.directory)
+        except (OSError, ShimError) as error:
+            if not self._ended:
                 raise
-            # The processes are gone: the description that was staged before lacks some of the times, and nothing else.
+            # The processes are gone: what was staged before lacks some of the times, and nothing else.
             self.log("warning", "the staged fermata.json is used", container=self.container.state.id, error=error)
-        manifest.publish(self.directory)
+        try:
+            manifests.publish(self.directory)
+        except OSError as error:
+            if not self._ended:
+                raise
+            raise ShimError(
+                f"container {self.container.state.id} has ended, and its snapshot in {self.directory} is whole but for "
+                f"its name, which could not be given: {error}; rename {manifests.STAGED} there to {manifests.NAME}"
+            ) from error
         self.log(
             "info",
             "snapshot taken",
@@ -234,6 +245,7 @@ class Take:
                     FAILED_PRECONDITION,
                 )
             os.fchmod(held, 0o700)
+            self._made = not there
         except BlockingIOError as error:
             os.close(held)
             raise ShimError(f"another snapshot is being written into {path}: name a new one", ALREADY_EXISTS) from error
@@ -285,6 +297,8 @@ class Take:
         try:
             for name in os.listdir(self.directory):
                 remove_tree(f"{self.directory}/{name}")
+            if self._made:
+                os.rmdir(self.directory)
         except OSError as error:  # the directory itself is gone, perhaps
             self.log("warning", "the failed take's files stay", directory=self.directory, error=error)
 
