@@ -336,7 +336,12 @@ def refuse_to_remove(directory: str, *, unfinished: bool) -> None:
         if not os.path.isfile(f"{directory}/{manifests.NAME}") and not (
             unfinished and _looks_like_a_snapshot(directory)
         ):
-            raise ShimError(f"{directory} is not removed: {error}", error.code) from error
+            fix = (
+                "the take of what is in it did not finish: --unfinished removes that too"
+                if _looks_like_a_snapshot(directory)
+                else str(error).removesuffix("; take it again")
+            )
+            raise ShimError(f"{directory} is not removed: {fix}", error.code) from error
     if os.path.islink(directory.rstrip("/")):
         raise ShimError(f"{directory} is not removed: it is a link; name the directory itself", FAILED_PRECONDITION)
     for entry in os.scandir(directory):

@@ -140,8 +140,10 @@ def test_rm_removes_nothing_when_one_of_its_arguments_is_no_snapshot(snapshot, t
     assert (snapshot / "fermata.json").exists()
 
 
-def test_rm_removes_what_a_failed_take_left_when_asked_to(snapshot):
+def test_rm_removes_what_a_failed_take_left_when_asked_to(snapshot, capsys):
     (snapshot / "fermata.json").unlink()
+    assert run("rm", snapshot) == 1
+    assert "did not finish: --unfinished removes that too" in capsys.readouterr().err
     assert run("rm", "--unfinished", snapshot) == 0
     assert not snapshot.exists()
 
