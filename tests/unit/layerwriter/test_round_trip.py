@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import layerwriter
@@ -34,3 +36,31 @@ def test_every_kind_of_change_comes_back(overlay, tmp_path, made_by, compression
     source.work.mkdir()
     source.mount(upper=fresh)
     assert differences(before, source.merged) == []
+
+
+def test_a_change_under_another_name_brings_its_directories_along(overlay, tmp_path):
+    """With index=on, a write through one hard link shows under the other, in directories that nobody wrote to."""
+    source = overlay(",index=on")
+    (source.image / "one").mkdir()
+    deep = source.image / "other/deep/deeper"
+    deep.mkdir(parents=True)
+    (source.image / "one/name").write_bytes(b"before")
+    os.link(source.image / "one/name", deep / "name")
+    for path, mode in ((deep, 0o711), (deep.parent, 0o705), (deep.parent.parent, 0o750)):
+        os.chown(path, 5, 6)
+        path.chmod(mode)
+        os.utime(path, ns=(1, mode))
+    merged = source.mount()
+    (merged / "one/name").write_bytes(b"after")
+    assert (merged / "other/deep/deeper/name").read_bytes() == b"after"
+    before = list(layerwriter.record(merged))
+    layer = layerwriter.full_diff(source.lowerdirs, merged, tmp_path / "layer.tar")
+    paths = [entry.path for entry in layerwriter.read(layer.path)]
+    assert paths == [b"", b"one", b"one/name", b"other", b"other/deep", b"other/deep/deeper", b"other/deep/deeper/name"]
+    source.unmount()
+    source.options = ",index=off"
+    (source.base / "fresh").mkdir()
+    source.work = source.base / "work2"
+    source.work.mkdir()
+    layerwriter.apply(layer, source.base / "fresh")
+    assert differences(before, source.mount(upper=source.base / "fresh")) == []
