@@ -284,11 +284,13 @@ class NewTree:
         while len(self._parts) > common:
             place = self._places.pop()
             self._parts.pop()
-            if self._crew.leave(place):
-                self._descent.release()
-            else:
-                place.complete()
-                self._descent.leave()
+            # First, as the way up may lead through `..` of a directory that the crew closes as soon as it is left.
+            self._descent.release()
+            if not self._crew.leave(place):
+                try:
+                    place.complete()
+                finally:
+                    os.close(place.fd)
             self._places[-1].fd = self._descent.fd  # another one, if it had to be closed for being far up
         self._here = b"/".join(self._parts)
         for part in parts[common:]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -362,6 +363,25 @@ def test_a_deep_tree_needs_few_files_at_a_time(target):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     apply(target, tar())  # removes the deep tree, which shutil.rmtree would not
+
+
+def test_files_that_are_made_late_are_made_in_their_own_directories(target, monkeypatch):
+    """Far down, directories above are closed: not while there are files to be made in them."""
+    made = []
+    make = newtree.NewTree._make_small
+
+    def make_late(tree, job, place):
+        if len(made) < 4:
+            time.sleep(0.2)
+        made.append(job)
+        make(tree, job, place)
+
+    monkeypatch.setattr(newtree.NewTree, "_make_small", make_late)
+    levels = [entry(b"d/" * depth) + entry(b"d/" * depth + b"f", b"x") for depth in range(1, 200)]
+    apply(target, tar(*levels))
+    expected = {b"d/" * depth + b"f" for depth in range(1, 200)}
+    assert {item.path for item in layerwriter.record(target) if item.kind == "file"} == expected
+    apply(target, tar(entry(b"old", b"old")))
 
 
 def test_too_many_directories_without_entries_are_refused(target, monkeypatch):
