@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import _signal
 import os
+import time
 
 from shim.client import connect
 from shim.state import State
+
+_DYING = 2.0
+"""Seconds that a killed process may take to let go of its sockets."""
 
 DAEMON = "daemon"
 """File of the state directory: the paths of our socket and of the stock shim's."""
@@ -73,9 +77,14 @@ def end_orphaned_stock_shim(namespace: str, container_id: str, containerd: str) 
     socket, stock = recorded.split("\n")[:2]
     if not _served(socket):
         _unlink(socket)
-        pid = listener(stock)
-        if pid is not None:
-            _kill(pid, stock)
+        # One that is being killed already shows no descriptors any more, and its socket answers for a moment longer.
+        until = time.monotonic() + _DYING
+        while _served(stock) and time.monotonic() < until:
+            pid = listener(stock)
+            if pid is not None:
+                _kill(pid, stock)
+            else:
+                time.sleep(0.02)
     # Else the daemon lives, and its end takes the socket along; but the stock shim may have died in a call of its.
     if not _served(stock):
         _unlink(stock)

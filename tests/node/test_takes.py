@@ -214,21 +214,21 @@ def test_a_file_open_by_a_name_since_unlinked_comes_back(node, image, references
     remove(node, "unlinked-2")
 
 
-def test_a_restored_container_can_be_taken_and_restored_again(node, image, references):
+def test_a_restored_container_can_be_taken_and_restored_again(node, image):
     run(node, image, "chain", LEDGER)
     token, last = state(node, "chain")["token"], -1
     name = "chain"
     for number in range(3):
-        reference = references()
-        take(node, name, reference)
+        Shim(node, name).checkpoint(f"/srv/chain/{number}")
         remove(node, name)
         name = f"chain-{number}"
-        now = restore(node, name, reference)
+        now = restore_from(node, image, name, f"/srv/chain/{number}")
         assert now["broken"] is None
         assert now["token"] == token
         assert now["done"] > last
         last = now["done"]
     remove(node, name)
+    node.exec(["rm", "-r", "/srv/chain"])
 
 
 def _failing_take(node, name, words):

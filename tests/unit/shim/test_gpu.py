@@ -472,4 +472,4 @@ def test_the_program_that_is_killed_leaves_no_child_and_no_descriptor(tmp_path):
         helper.call("inventory")
     assert os.listdir("/proc/self/fd") == before
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(helper.pid, os.WNOHANG)
