@@ -21,7 +21,6 @@ from typing import NamedTuple
 from node.errors import NodeError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-DEFAULT_MIRROR = "http://deb.debian.org/debian"
 BUILD_TIMEOUT = 1200
 COMMON = (
     "iproute2",
@@ -210,9 +209,10 @@ def _build(recipe: Recipe, path: Path) -> None:
         "--dpkgopt=path-exclude=/usr/share/man/*",
         "--dpkgopt=path-exclude=/usr/share/locale/*",
         f"--include={','.join(recipe.packages)}",
+        *([] if uri else _more_suites(recipe.suites)),
         recipe.suites[0],
         str(part),
-        *(f"deb {uri} {suite} main" for suite in recipe.suites),
+        *(f"deb {uri} {suite} main" for suite in recipe.suites if uri),
     ]
     try:
         _run(argv, f"build the Debian root {recipe.stack}")
@@ -271,18 +271,24 @@ def install(package: str) -> None:
             raise NodeError(f"could not install the package {package}; apt-get said:\n{said[-2000:]}")
 
 
-def mirror(etc: Path = Path("/etc")) -> str:
-    """The Debian mirror that this machine itself uses, or Debian's default one where it uses none."""
+def _more_suites(suites: tuple[str, ...]) -> list[str]:
+    """Have mmdebstrap take further suites from the mirror that it knows itself, which it uses for the first one."""
+    hook = 'sed "s/ {0} / {1} /" "$1/etc/apt/sources.list" >"$1/etc/apt/sources.list.d/{1}.list"'
+    return [f"--setup-hook={hook.format(suites[0], suite)}" for suite in suites[1:]]
+
+
+def mirror(etc: Path = Path("/etc")) -> str | None:
+    """The Debian mirror that this machine itself uses; None where it uses none, and mmdebstrap takes its default."""
     release = _os_release(etc)
     if release.get("ID") != "debian":
-        return DEFAULT_MIRROR
+        return None
     codename = release.get("VERSION_CODENAME", "sid")
     apt = etc / "apt"
     for path in (apt / "sources.list", *sorted((apt / "sources.list.d").glob("*"))):
         for uri, suites in _sources(path):
             if codename in suites:
                 return uri
-    return DEFAULT_MIRROR
+    return None
 
 
 def _os_release(etc: Path) -> dict[str, str]:
