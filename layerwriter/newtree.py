@@ -80,6 +80,7 @@ class NewTree:
         self._inheriting = False
         self._crew = Crew(self._make_small, _named)
         self._own = (os.geteuid(), os.getegid())
+        self._umask = _umask()
         for acl in (_ACCESS_ACL, _DEFAULT_ACL):
             _drop_xattr(root, acl)
 
@@ -113,6 +114,8 @@ class NewTree:
         self._go(b"")
         self._crew.drain(self._places[0])
         self._places[0].complete()
+        if _umask() != self._umask:
+            raise LayerError("the process's umask was changed while the layer was applied")
 
     def close(self) -> None:
         self._crew.close()
@@ -150,7 +153,7 @@ class NewTree:
 
     def _make_small(self, job: Job, place: Directory) -> None:
         _, entry, name, data = job
-        fd = os.open(name, _CREATE, 0o600, dir_fd=place.fd)
+        fd = os.open(name, _CREATE, entry.mode & 0o777, dir_fd=place.fd)
         try:
             if data:
                 _write(fd, data)
@@ -159,7 +162,7 @@ class NewTree:
             os.close(fd)
 
     def _make_large(self, entry: Entry, place: _Place, name: bytes, source: Source) -> None:
-        fd = os.open(name, _CREATE, 0o600, dir_fd=place.fd)
+        fd = os.open(name, _CREATE, entry.mode & 0o777, dir_fd=place.fd)
         try:
             if entry.sparse is not None:
                 os.ftruncate(fd, entry.size)
@@ -255,7 +258,9 @@ class NewTree:
         # system gives every file its directory's group.
         if (entry.uid, entry.gid) != self._own or place_gid != entry.gid:
             os.fchown(fd, entry.uid, entry.gid)
-        os.fchmod(fd, entry.mode)
+        # It was made with this mode already, less what the umask takes and what making does not give.
+        if entry.mode & (self._umask | 0o7000):
+            os.fchmod(fd, entry.mode)
         if entry.xattrs or entry.flags:
             self._set_xattrs(fd, entry)
         os.utime(fd, ns=(entry.atime, entry.mtime))
@@ -345,6 +350,15 @@ def _named(job: Job | None, failure: BaseException) -> BaseException:
     error = LayerError(f"{where}: {text}")
     error.__cause__ = failure
     return error
+
+
+def _umask() -> int:
+    """The process's umask, which only /proc tells without changing it (Linux 4.7)."""
+    with open("/proc/self/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
+    return 0o777
 
 
 def _write(fd: int, data: memoryview) -> None:

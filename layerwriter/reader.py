@@ -172,12 +172,33 @@ class Reader:
                 if key in records:
                     self._name = records[key]
                     break
-        if times is not None:
-            entry.mtime, entry.atime = times
-        else:
+        if times is None:
             entry.mtime = entry.atime = entry.time()
+        else:
+            entry.mtime, entry.atime = times
+            if entry.kind == REGULAR and self._plain(entry):
+                return entry
         self._apply(entry, records)
         return entry
+
+    def _plain(self, entry: Entry) -> bool:
+        """Complete a regular file with nothing unusual, as nearly every entry is. False: it has to be looked at."""
+        path, size, position = entry.path, entry.size, self.source.position
+        if (
+            b"/." in path
+            or b"//" in path
+            or b".wh." in path
+            or path[:1] in (b"", b"/", b".")
+            or path[-1] == 0x2F
+            or size < 0
+            or position + size > self.source.limit
+            or not 0 <= entry.uid < 0xFFFFFFFF
+            or not 0 <= entry.gid < 0xFFFFFFFF
+        ):
+            return False
+        entry.link = b""
+        self._data_end = position + size + -size % BLOCK
+        return True
 
     def _body(self, size: int, limit: int) -> bytes:
         if not 0 <= size <= limit:
