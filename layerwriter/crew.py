@@ -1,6 +1,7 @@
-"""Threads that make the small files of a layer while the entries behind them are read.
+"""The small files of a layer, made by the thread that reads the entries and by another one beside it.
 
-Making a file is a handful of system calls, and Python's lock is free during each. What a directory has to get after its
+Making a file is a handful of system calls, and Python's lock is free during each. More threads than this wait for the
+lock, and for the file system's own locks on a directory, more than they do. What a directory has to get after its
 children (its times) waits for the last of them, whichever thread makes it.
 """
 
@@ -20,9 +21,8 @@ if TYPE_CHECKING:
     Job = tuple[int, Entry, bytes, memoryview]
     """The entry's number in the layer, the entry, its name in its directory, its data."""
 
-_THREADS = 2
-_BATCHES = 16
-"""Batches that are out at a time: they keep at most this many times half a MiB of the layer in memory."""
+_BATCHES = 2
+"""Batches that are out at a time. While they are, the reading thread makes files itself."""
 _BATCH_FILES, _BATCH_BYTES = 16, 512 << 10
 
 
@@ -55,7 +55,7 @@ class Crew:
         self._make = make
         self._failed = failed
         self._lock = allocate_lock()
-        self._threads: list[Thread] = []
+        self._thread: Thread | None = None
         self._work: SimpleQueue[tuple[Directory, list[Job]] | None] = SimpleQueue()
         self._made: SimpleQueue[None] = SimpleQueue()
         self._out = 0
@@ -74,19 +74,26 @@ class Crew:
         """Let the collected jobs of a directory go to work."""
         if self.failure is not None:
             raise self.failure
-        if not self._batch:
+        batch = self._batch
+        if not batch:
             return
-        if not self._threads:
-            self._start()
-        with self._lock:
-            directory.batches += 1
-        if self._out == _BATCHES:
-            self._made.get()
-        else:
-            self._out += 1
-        self._work.put((directory, self._batch))
         self._batch = []
         self._bytes = 0
+        while self._out and not self._made.empty():
+            self._made.get()
+            self._out -= 1
+        if self._out == _BATCHES:
+            self._make_all(directory, batch)
+            return
+        if self._thread is None:
+            from threading import Thread
+
+            self._thread = Thread(target=self._run, daemon=True)
+            self._thread.start()
+        with self._lock:
+            directory.batches += 1
+        self._out += 1
+        self._work.put((directory, batch))
 
     def leave(self, directory: Directory) -> bool:
         """Leave a directory for good. True: jobs in it are out, and the last of them will finish and close it."""
@@ -105,31 +112,29 @@ class Crew:
             raise self.failure
 
     def close(self) -> None:
-        """Stop the threads. Directories that were left are closed."""
-        for _ in self._threads:
+        """Stop the thread. Directories that were left are closed."""
+        if self._thread is not None:
             self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+            self._thread.join()
+            self._thread = None
 
-    def _start(self) -> None:
-        from threading import Thread
-
-        for _ in range(_THREADS):
-            thread = Thread(target=self._run, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+    def _make_all(self, directory: Directory, batch: list[Job]) -> None:
+        job: Job | None = None
+        try:
+            for job in batch:
+                self._make(job, directory)
+        except BaseException as failure:
+            self.failure = self._failed(job, failure)
+            raise self.failure  # noqa: B904 - it has its cause
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             directory, batch = work
-            job: Job | None = None
-            try:
-                for job in batch:
-                    if self.failure is None:
-                        self._make(job, directory)
-            except BaseException as failure:
-                self.failure = self._failed(job, failure)
+            if self.failure is None:
+                try:
+                    self._make_all(directory, batch)
+                except BaseException:  # kept, and raised where the entries are read
+                    pass
             with self._lock:
                 directory.batches -= 1
                 last = directory.left and directory.batches == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -367,13 +367,18 @@ def test_a_deep_tree_needs_few_files_at_a_time(target):
 
 def test_files_that_are_made_late_are_made_in_their_own_directories(target, monkeypatch):
     """Far down, directories above are closed: not while there are files to be made in them."""
-    made = []
+    deep, made = threading.Event(), threading.Event()
     make = newtree.NewTree._make_small
 
     def make_late(tree, job, place):
-        if len(made) < 4:
-            time.sleep(0.2)
-        made.append(job)
+        if threading.current_thread() is not threading.main_thread():
+            deep.wait(0.5)  # in vain, if the main thread waits for this file before it goes too far
+            make(tree, job, place)
+            made.set()
+            return
+        if job[1].path.count(b"/") > 120:
+            deep.set()
+            made.wait(5)
         make(tree, job, place)
 
     monkeypatch.setattr(newtree.NewTree, "_make_small", make_late)
