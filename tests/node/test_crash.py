@@ -154,7 +154,7 @@ def test_a_daemon_that_died_while_containerd_was_down_is_cleaned_up_after(node):
 
 def test_a_daemon_killed_during_a_snapshot_leaves_nothing_and_no_snapshot(node):
     # A layer that takes a while to write, so that the daemon is met at it.
-    write = "open('/big', 'wb').write(bytes(400 << 20)); open('/done', 'w'); import time; time.sleep(1000)"
+    write = "open('/big', 'wb').write(bytes(1 << 30)); open('/done', 'w'); import time; time.sleep(1000)"
     start(node, "one", "python3", "-c", write)
     wait_for(lambda: node.ctr("tasks", "exec", "--exec-id", "a", "one", "cat", "/done", check=False)[0] == 0, "a file")
     shim, failed = Shim(node, "one"), []
