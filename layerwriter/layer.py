@@ -5,6 +5,10 @@ from __future__ import annotations
 DEFAULT_LIMIT = 8 << 30
 """Bytes of tar (uncompressed) that a layer may have unless the caller says otherwise."""
 
+WRITE = 128 << 10
+"""Bytes of one write to a file. For larger ones, newer kernels look for larger pieces of memory, and can spend ten
+times as long on making room for those as on the write."""
+
 
 class LayerError(Exception):
     """A layer could not be written or applied. The text says what stopped it, where, and what to do."""

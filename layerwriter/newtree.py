@@ -12,7 +12,7 @@ from fcntl import ioctl
 from layerwriter import header
 from layerwriter.crew import Crew, Directory
 from layerwriter.header import DIRECTORY, LINK, REGULAR, SYMLINK
-from layerwriter.layer import LayerError, shown
+from layerwriter.layer import WRITE, LayerError, shown
 from layerwriter.overlay import escape_xattr
 from layerwriter.reader import OPAQUE, WHITEOUT, Entry
 from layerwriter.walk import Descent
@@ -362,9 +362,9 @@ def _umask() -> int:
 
 
 def _write(fd: int, data: memoryview) -> None:
-    done = os.write(fd, data)
+    done = os.write(fd, data[:WRITE])
     while done < len(data):
-        done += os.write(fd, data[done:])
+        done += os.write(fd, data[done : done + WRITE])
 
 
 def _drop_xattr(fd: int, name: bytes) -> bytes | None:

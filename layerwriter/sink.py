@@ -16,7 +16,7 @@ from _queue import SimpleQueue
 from fcntl import ioctl
 from hashlib import sha256
 
-from layerwriter.layer import LayerError
+from layerwriter.layer import WRITE, LayerError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +30,10 @@ _BUFFER = 1 << 20
 and decompressed side by side."""
 _WORKERS = 8
 """Compressing threads at most. The one SHA-256 of the tar keeps up with no more, and memory stays bounded."""
+
+_BEGUN_AT_ONCE = 16 << 20
+_LARGE = 256 << 20
+"""Bytes for which the disk is told to begin, and those of a layer from which on it is: it takes time of the writing."""
 
 _ZEROS = bytes(1 << 16)
 
@@ -76,6 +80,7 @@ class Sink:
         self.limit = limit
         self.used = 0
         self._start = 0
+        self._begun = 0
         self.room = limit
         self._hash = sha256()
         self._piece = Piece(self.capacity)
@@ -250,6 +255,12 @@ class Sink:
         if piece.shared:
             return
         self._output(piece.view[: piece.used], piece.offset)
+        written = piece.offset + piece.used
+        if self.fd >= 0 and written > _LARGE and written - self._begun >= _BEGUN_AT_ONCE:
+            # The disk begins now, beside the hashing, and not with the fsync at the end: for dirty pages, this advice
+            # says to write them.
+            os.posix_fadvise(self.fd, self._begun, written - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = written
 
     def _digest(self, piece: Piece) -> None:
         if piece.shared:
@@ -356,6 +367,6 @@ def _version(fd: int) -> tuple[int, int, int]:
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:
     while data:
-        done = os.pwrite(fd, data, offset)
+        done = os.pwrite(fd, data[:WRITE], offset)
         data = data[done:]
         offset += done
