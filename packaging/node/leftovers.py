@@ -68,8 +68,16 @@ def _files(node: Node) -> Iterator[str]:
         top = node.path(place)
         if not top.is_dir():
             continue
-        for path in sorted(top.glob("/".join(["*"] * depth))):
+        for path in _below(top, depth):
             yield f"file {place}/{path.relative_to(top)}"
+
+
+def _below(top: Path, depth: int) -> list[Path]:
+    while True:
+        try:
+            return sorted(top.glob("/".join(["*"] * depth)))
+        except FileNotFoundError:  # a directory that went meanwhile
+            continue
 
 
 def _cgroups(node: Node) -> Iterator[str]:

@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def node(running_node):
     """A node with the test image. Every test must end with a node that its containers left clean."""
+    running_node.exec(["rm", "-rf", "/srv/snapshot"])  # of a test that failed
     yield running_node
     running_node.start_containerd()
     clear(running_node)
