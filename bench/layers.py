@@ -249,10 +249,10 @@ def in_a_node(base: Path, stack: str, rounds: int) -> None:
 
     program = "import time\nwhile True: time.sleep(1)"
     archive = base / "large.tar"
-    image.synthetic(archive, "large:latest", 200_000)
     with Node.up(stack_name=stack) as node:
-        node.import_image(archive)
-        name = image.name_in(archive)
+        programs = image.layer_of(image.test_image(node.stack, Path(node.facts["root"])), base / "programs.tar")
+        image.synthetic(archive, "bench/layers:1", 200_000, base=programs)
+        name = node.import_image(archive)
         node.ctr("run", "-d", "--runtime", "io.containerd.runc.v2", name, "one", "python3", "-c", program, timeout=300)
         pid = next(line.split()[1] for line in node.ctr("tasks", "list").stdout.splitlines() if line.startswith("one"))
         small_files(node.path(f"/proc/{pid}/root") / "files")
