@@ -31,6 +31,9 @@ and decompressed side by side."""
 _WORKERS = 8
 """Compressing threads at most. The one SHA-256 of the tar keeps up with no more, and memory stays bounded."""
 
+_SOURCES = 32
+"""Files that are kept open at a time to be hashed: a process may have few files, and a tree many."""
+
 _BEGUN_AT_ONCE = 16 << 20
 _LARGE = 256 << 20
 """Bytes for which the disk is told to begin, and those of a layer from which on it is: it takes time of the writing."""
@@ -47,17 +50,17 @@ _SHARED_LEAST = 64 << 10
 class Piece:
     """A part of the tar on its way through the stages: `used` bytes of `view`, at `offset` of the tar.
 
-    `shared`: the bytes are in the file already, which shares them with the one they are of, and the view is empty. They
-    can be read from `source` too, at `source_offset`, while that is `unchanged`.
+    `stored`: the bytes are in the file already, and the view is empty. They can be read from `source` too, if there is
+    one, at `source_offset`, while that is `unchanged`.
     """
 
-    __slots__ = ("frame", "offset", "ready", "shared", "source", "source_offset", "unchanged", "used", "view")
+    __slots__ = ("frame", "offset", "ready", "source", "source_offset", "stored", "unchanged", "used", "view")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, offset: int = 0, stored: int = 0) -> None:
         self.view = memoryview(bytearray(size))
-        self.used = 0
-        self.offset = 0
-        self.shared = False
+        self.used = stored
+        self.offset = offset
+        self.stored = stored > 0
         self.source = -1
         self.source_offset = 0
         self.unchanged = (0, 0, 0)
@@ -90,6 +93,8 @@ class Sink:
         self._threads: list[Thread] = []
         self._failure: BaseException | None = None
         self._shares = fd >= 0
+        self._sources = 0
+        self._late = False
 
     @property
     def position(self) -> int:
@@ -149,9 +154,12 @@ class Sink:
             return 0
         if self.used:
             self.flush()
-        piece = Piece(0)
-        piece.used, piece.offset, piece.shared = whole, self._start, True
-        piece.source, piece.source_offset, piece.unchanged = os.dup(fd), offset, _version(fd)
+        # Hashing what is shared takes long, and what comes behind it must not wait for that with its buffers.
+        self._late = True
+        piece = Piece(0, offset=self._start, stored=whole)
+        if self._sources < _SOURCES:
+            self._sources += 1
+            piece.source, piece.source_offset, piece.unchanged = os.dup(fd), offset, _version(fd)
         self._start += whole
         self.room -= whole
         self._hand_on(piece)
@@ -211,10 +219,26 @@ class Sink:
 
     def _start_stages(self) -> None:
         written: Queue = SimpleQueue()
-        self._stage(self._first, self._write, written)
-        self._stage(written, self._digest, self._free)
 
-    def _stage(self, source: Queue, step: Callable[[Piece], None], target: Queue) -> None:
+        def pass_on(piece: Piece | None) -> None:
+            if piece is not None and self._late and piece.view:
+                written.put(Piece(0, offset=piece.offset, stored=piece.used))
+                self._free.put(piece)
+            else:
+                written.put(piece)
+
+        self._stage(self._first, self._write, pass_on)
+        self._stage(written, self._digest, self._recycle)
+
+    def _recycle(self, piece: Piece | None) -> None:
+        """Take back a piece that is done."""
+        if piece is None or piece.view:
+            self._free.put(piece)
+        elif piece.source >= 0:
+            os.close(piece.source)
+            self._sources -= 1
+
+    def _stage(self, source: Queue, step: Callable[[Piece], None], pass_on: Callable[[Piece | None], None]) -> None:
         """Start a thread that takes pieces through one step. After a failure it only passes them on, so that no stage
         waits for ever."""
 
@@ -225,11 +249,8 @@ class Sink:
                         step(piece)
                     except BaseException as failure:
                         self._failure = failure
-                if target is not self._free or piece.view:
-                    target.put(piece)
-                else:
-                    os.close(piece.source)
-            target.put(None)
+                pass_on(piece)
+            pass_on(None)
 
         self._start_thread(run)
 
@@ -252,7 +273,7 @@ class Sink:
         _write_at(self.fd, data, offset)
 
     def _write(self, piece: Piece) -> None:
-        if piece.shared:
+        if piece.stored:
             return
         self._output(piece.view[: piece.used], piece.offset)
         written = piece.offset + piece.used
@@ -263,19 +284,22 @@ class Sink:
             self._begun = written
 
     def _digest(self, piece: Piece) -> None:
-        if piece.shared:
-            self._digest_shared(piece)
+        if piece.stored:
+            self._digest_stored(piece)
             return
         self._hash.update(piece.view[: piece.used])
 
-    def _digest_shared(self, piece: Piece) -> None:
+    def _digest_stored(self, piece: Piece) -> None:
         """Hash what is shared, where it comes from: there it is in the page cache, and in the layer it is not.
 
         If the file changed since, which a running container may do, it is the layer that counts.
         """
         before = self._hash.copy()
-        same = self._digest_range(piece.source, piece.source_offset, piece.used)
-        if not same or _version(piece.source) != piece.unchanged:
+        if (
+            piece.source < 0
+            or not self._digest_range(piece.source, piece.source_offset, piece.used)
+            or _version(piece.source) != piece.unchanged
+        ):
             self._hash = before
             if not self._digest_range(self.fd, piece.offset, piece.used):
                 raise LayerError("the layer file was cut off while it was written")
@@ -322,11 +346,11 @@ class ZstdSink(Sink):
         hashed: Queue = SimpleQueue()
         work: Queue = SimpleQueue()
         in_order: Queue = SimpleQueue()
-        self._stage(self._first, self._digest, hashed)
+        self._stage(self._first, self._digest, hashed.put)
         self._start_thread(lambda: self._distribute(hashed, work, in_order))
         for compress in self._compressors:
             self._start_compressing(compress, work)
-        self._stage(in_order, self._write_ready, self._free)
+        self._stage(in_order, self._write_ready, self._recycle)
 
     def _distribute(self, source: Queue, work: Queue, in_order: Queue) -> None:
         while (piece := source.get()) is not None:

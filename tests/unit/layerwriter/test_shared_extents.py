@@ -6,11 +6,14 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 import layerwriter
+import layerwriter.sink
+import layerwriter.source
 
 BIG = 24 << 20
 
@@ -110,6 +113,27 @@ def test_a_layer_from_another_disk_is_copied(upper, tmp_path):
     fresh.mkdir()
     layerwriter.apply(layer, fresh)
     assert list(layerwriter.compare(upper, fresh)) == []
+
+
+def test_many_large_files_are_not_all_open_at_once(disk, upper, monkeypatch):
+    for number in range(80):
+        (upper / f"file-{number}").write_bytes(number.to_bytes(4, "little") * (1 << 18))
+    os.sync()
+    walked = threading.Event()
+    hash_range = layerwriter.sink.Sink._digest_range
+
+    def hash_later(*arguments):
+        walked.wait(20)
+        return hash_range(*arguments)
+
+    monkeypatch.setattr(layerwriter.sink.Sink, "_digest_range", hash_later)
+    before = len(os.listdir("/proc/self/fd"))
+    draft = layerwriter.begin(upper, disk / "test/layer.tar")
+    assert len(os.listdir("/proc/self/fd")) < before + 50
+    walked.set()
+    layer = draft.finish()
+    assert layer.digest == digest(layer.path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("checked", [True, False])
