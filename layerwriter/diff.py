@@ -96,7 +96,7 @@ class _Comparison:
                     if not self._unchanged(place, name, kind):
                         self._write_directories()
                         if kind == FILE:
-                            self._entries.file(self._merged.fd, name, path)
+                            self._entries.files(self._merged.fd, iter(((name, FILE),)), place.path)
                         else:
                             self._entries.special(self._merged.fd, name, path)
                 else:

@@ -15,14 +15,21 @@ from layerwriter import header
 from layerwriter.layer import LayerError, shown
 from layerwriter.links import Links
 from layerwriter.overlay import Marks, split_xattrs
+from layerwriter.walk import ENCODING, ERRORS, FILE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from layerwriter.sink import Sink
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _REGULAR = 0o100000
+
+_OPEN_UNSEEN = _OPEN_FILE | os.O_NOATIME
+_LACKING = (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS)
+"""Errors of a file system that has no attributes, or no flags."""
 
 _SMALL = 256 << 10
 """Bytes up to which a file is read in one piece, straight behind its header."""
@@ -93,69 +100,94 @@ class Entries:
             self._mark(path + b"/.wh..wh..opq" if path else b".wh..wh..opq", b"")
         return marks
 
-    def file(self, directory: int, name: str, path: bytes, whiteouts: bool = False) -> None:
-        """A regular file. `whiteouts`: its directory may hold whiteouts of the attribute kind."""
-        try:
-            fd = os.open(name, _OPEN_FILE | os.O_NOATIME, dir_fd=directory)
-        except PermissionError:  # O_NOATIME is for the owner and CAP_FOWNER
-            fd = os.open(name, _OPEN_FILE, dir_fd=directory)
-        try:
-            found = os.fstat(fd)
-            if found.st_mode & 0o170000 != _REGULAR:
-                raise changed(path)
-            try:
-                names = os.listxattr(fd)
-            except OSError as failure:
-                names = _no_xattrs(failure)
-            flags = _flags(fd)
-            # Nearly every file goes this way, which is kept short for it: the walk is what the others wait for.
-            if not names and not flags and found.st_nlink == 1 and self.quick and self._plain(fd, path, found):
-                return
-            records, marks = self._attributes(fd, path) if names else (b"", _UNMARKED)
-            if marks.whiteout and whiteouts and found.st_size == 0:
-                self.whiteout(path)
-                return
-            if found.st_nlink > 1 and self._linked(found, path):
-                return
-            flags += marks.protected
-            if flags:
-                records += self._flag_record(flags, path)
-            size = found.st_size
-            if size > _SMALL or found.st_blocks * 512 < size:
-                self._large(fd, path, found, records)
-                return
-            self._emit(path, header.REGULAR, found, records, size)
-            if self.sink.copy(fd, 0, size) != size:
-                raise changed(path)
-            self.sink.pad()
-        finally:
-            os.close(fd)
+    def files(
+        self, directory: int, names: Iterator[tuple[str, int]], prefix: bytes, whiteouts: bool = False
+    ) -> tuple[str, int] | None:
+        """Put what `names` has, each with its kind, as long as they are regular files. Returns the first that is not.
 
-    def _plain(self, fd: int, path: bytes, found: os.stat_result) -> bool:
-        """Put a small file with nothing unusual, its data read straight behind its header. False: it is not one."""
+        The directory is open as `directory`, and its path with a `/` is `prefix`. `whiteouts`: it may hold whiteouts of
+        the attribute kind. Everything waits for this loop, so what an ordinary small file needs is in it, and nothing
+        is looked up twice.
+        """
+        sink, encode = self.sink, header.encode_plain
+        for name, kind in names:
+            if kind != FILE:
+                return name, kind
+            path = prefix + name.encode(ENCODING, ERRORS)
+            fd, head = -1, b""
+            try:
+                try:
+                    fd = os.open(name, _OPEN_UNSEEN, dir_fd=directory)
+                except PermissionError:  # O_NOATIME is for the owner and CAP_FOWNER
+                    fd = os.open(name, _OPEN_FILE, dir_fd=directory)
+                found = os.fstat(fd)
+                size = found.st_size
+                if (
+                    self.quick
+                    and found.st_nlink == 1
+                    and size <= _SMALL
+                    and found.st_blocks * 512 >= size
+                    and found.st_mode & 0o170000 == _REGULAR
+                    and b".wh." not in path
+                    and not os.listxattr(fd)
+                    and not int.from_bytes(ioctl(fd, _GETFLAGS, _NO_FLAGS), "little") & _ANY_FLAG
+                ):
+                    head = encode(path, found)
+                if not head:
+                    self._file(fd, path, found, whiteouts)
+                    continue
+                used = sink.used
+                stop = used + len(head) + size + -size % 512
+                if stop + _END > sink.room:
+                    sink.refuse(stop - used, shown(path))
+                if stop > sink.capacity:
+                    sink.flush()
+                    stop -= used
+                    used = 0
+                view = sink.view
+                start = used + len(head)
+                end = start + size
+                sink.used = stop
+                view[used:start] = head
+                if size:
+                    if os.readv(fd, (view[start:end],)) != size:
+                        raise changed(path)
+                    view[end:stop] = _ZEROS[: stop - end]
+                self.count += 1
+            except OSError as failure:
+                if failure is sink.failure:
+                    raise
+                if head or failure.errno not in _LACKING or not self.quick:
+                    raise LayerError(f"{shown(path)}: {failure.strerror}") from failure
+                # A file system without attributes, or without flags: every file is asked for both with care.
+                self.quick = False
+                self._file(fd, path, found, whiteouts)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+        return None
+
+    def _file(self, fd: int, path: bytes, found: os.stat_result, whiteouts: bool) -> None:
+        """A regular file that is unusual in some way, and open."""
+        if found.st_mode & 0o170000 != _REGULAR:
+            raise changed(path)
+        records, marks = self._attributes(fd, path)
+        if marks.whiteout and whiteouts and found.st_size == 0:
+            self.whiteout(path)
+            return
+        if found.st_nlink > 1 and self._linked(found, path):
+            return
+        flags = _flags(fd) + marks.protected
+        if flags:
+            records += self._flag_record(flags, path)
         size = found.st_size
-        if size > _SMALL or found.st_blocks * 512 < size or b".wh." in path:
-            return False
-        head = header.encode_plain(path, found)
-        if not head:
-            return False
-        sink = self.sink
-        total = len(head) + size + -size % 512
-        if sink.used + total + _END > sink.room:
-            sink.refuse(total, shown(path))
-        if sink.used + total > sink.capacity:
-            sink.flush()
-        used, view = sink.used, sink.view
-        start = used + len(head)
-        end = start + size
-        sink.used = used + total
-        view[used:start] = head
-        if size:
-            if os.readv(fd, (view[start:end],)) != size:
-                raise changed(path)
-            view[end : sink.used] = _ZEROS[: sink.used - end]
-        self.count += 1
-        return True
+        if size > _SMALL or found.st_blocks * 512 < size:
+            self._large(fd, path, found, records)
+            return
+        self._emit(path, header.REGULAR, found, records, size)
+        if self.sink.copy(fd, 0, size) != size:
+            raise changed(path)
+        self.sink.pad()
 
     def special(self, directory: int, name: str, path: bytes) -> None:
         """Anything that is neither a directory nor a regular file."""
@@ -206,7 +238,9 @@ class Entries:
         try:
             names = os.listxattr(target, follow_symlinks=isinstance(target, int))
         except OSError as failure:
-            names = _no_xattrs(failure)
+            if failure.errno != errno.ENOTSUP:
+                raise
+            names = []
         if not names:
             return b"", _UNMARKED
         found = [(os.fsencode(n), os.getxattr(target, n, follow_symlinks=isinstance(target, int))) for n in names]
@@ -356,19 +390,12 @@ def extents(fd: int, size: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _no_xattrs(failure: OSError) -> list[str]:
-    """The names of the attributes on a file system that has none; raises any other failure."""
-    if failure.errno == errno.ENOTSUP:
-        return []
-    raise failure
-
-
 def _flags(fd: int) -> bytes:
     try:
         value = int.from_bytes(ioctl(fd, _GETFLAGS, _NO_FLAGS), "little")
     except OSError as failure:
-        if failure.errno in (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            return b""  # a file system without flags
+        if failure.errno in _LACKING:
+            return b""
         raise
     if not value & _ANY_FLAG:
         return b""

@@ -140,41 +140,42 @@ def encode(
 
 
 def encode_plain(path: bytes, found: os.stat_result) -> bytes:
-    """The header of a regular file with nothing unusual, at half the cost of encode(); b"" if something is unusual.
+    """The header of a regular file with nothing unusual, at a third of the cost of encode(); b"" for something unusual.
 
     Nearly every entry of a layer is such a file.
     """
-    uid, gid, size = found.st_uid, found.st_gid, found.st_size
+    mode, uid, gid = found.st_mode, found.st_uid, found.st_gid
     mtime, atime = found.st_mtime_ns, found.st_atime_ns
-    if (
-        len(path) > 100
-        or uid > _OCTAL_7
-        or gid > _OCTAL_7
-        or size > _OCTAL_11
-        or not _USUAL <= mtime < _USUAL * 8
-        or not _USUAL <= atime < _USUAL * 8
-        or not path.isascii()
-    ):
+    if len(path) > 100 or not path.isascii() or not _USUAL <= mtime < _USUAL * 8 or not _USUAL <= atime < _USUAL * 8:
         return b""
-    seconds, fraction = divmod(mtime, _SECOND)
-    name, mode = path.ljust(100, b"\0"), found.st_mode & 0o7777
-    start = b"%b%07o\0%07o\0%07o\0%011o\0%011o\0" % (name, mode, uid, gid, size, seconds)
+    owner = _owner_texts.get((mode, uid, gid))
+    if owner is None:
+        if uid > _OCTAL_7 or gid > _OCTAL_7:
+            return b""
+        owner = b"%07o\0%07o\0%07o\0" % (mode & 0o7777, uid, gid)
+        if len(_owner_texts) < 256:  # a bound, whatever a tree holds
+            _owner_texts[mode, uid, gid] = owner
+    # Nanoseconds of these years have 19 digits, ten of them seconds.
+    start = b"%b%b%011o\0%011o\0" % (path.ljust(100, b"\0"), owner, found.st_size, int(found[8]))
     total = (adler32(start, _PLAIN_SUM) & 0xFFFF) - 1
+    digits = b"%d" % mtime
     if atime == mtime:
-        return b"%b30 mtime=%d.%09d\n%b%b%06o\0 %b" % (
+        return b"%b30 mtime=%b.%b\n%b%b%06o\0 %b" % (
             _HEADER_30,
-            seconds,
-            fraction,
+            digits[:10],
+            digits[10:],
             _REST_30,
             start,
             total,
             _PLAIN_END,
         )
-    return b"%b30 mtime=%d.%09d\n30 atime=%d.%09d\n%b%b%06o\0 %b" % (
+    others = b"%d" % atime
+    return b"%b30 mtime=%b.%b\n30 atime=%b.%b\n%b%b%06o\0 %b" % (
         _HEADER_60,
-        seconds,
-        fraction,
-        *divmod(atime, _SECOND),
+        digits[:10],
+        digits[10:],
+        others[:10],
+        others[10:],
         _REST_60,
         start,
         total,
@@ -182,6 +183,7 @@ def encode_plain(path: bytes, found: os.stat_result) -> bytes:
     )
 
 
+_owner_texts: dict[tuple[int, int, int], bytes] = {}
 _USUAL = _SECOND * _SECOND
 _PLAIN_END = REGULAR + bytes(100) + b"ustar\x0000" + _TAIL
 _PLAIN_SUM = adler32(_PLAIN_END, adler32(b" " * 8))

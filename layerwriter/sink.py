@@ -91,7 +91,7 @@ class Sink:
         self._first: Queue = SimpleQueue()
         self._free: Queue = SimpleQueue()
         self._threads: list[Thread] = []
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._shares = fd >= 0
         self._sources = 0
         self._late = False
@@ -181,8 +181,8 @@ class Sink:
             assert returned is not None
             self._piece = returned
         self.view = self._piece.view
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def _hand_on(self, piece: Piece) -> None:
         if not self._threads:
@@ -199,14 +199,14 @@ class Sink:
             self._stop_stages()
         else:
             self._whole(piece)  # what fits one piece needs no thread
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         return self._result()
 
     def abandon(self) -> None:
         """Stop the stages after a failure of the walk."""
-        if self._failure is None:
-            self._failure = LayerError("the layer was abandoned")
+        if self.failure is None:
+            self.failure = LayerError("the layer was abandoned")
         self._stop_stages()
 
     def _whole(self, piece: Piece) -> None:
@@ -244,11 +244,11 @@ class Sink:
 
         def run() -> None:
             while (piece := source.get()) is not None:
-                if self._failure is None:
+                if self.failure is None:
                     try:
                         step(piece)
                     except BaseException as failure:
-                        self._failure = failure
+                        self.failure = failure
                 pass_on(piece)
             pass_on(None)
 
@@ -306,7 +306,7 @@ class Sink:
 
     def _digest_range(self, fd: int, offset: int, size: int) -> bool:
         buffer = memoryview(bytearray(_BUFFER))
-        while size and self._failure is None:
+        while size and self.failure is None:
             got = os.preadv(fd, (buffer[:size],), offset)
             if got == 0:
                 return False
@@ -363,18 +363,18 @@ class ZstdSink(Sink):
     def _start_compressing(self, compress: Callable[[memoryview], bytes], work: Queue) -> None:
         def run() -> None:
             while (piece := work.get()) is not None:
-                if self._failure is None:
+                if self.failure is None:
                     try:
                         piece.frame = compress(piece.view[: piece.used])
                     except BaseException as failure:
-                        self._failure = failure
+                        self.failure = failure
                 piece.ready.put(None)
 
         self._start_thread(run)
 
     def _write_ready(self, piece: Piece) -> None:
         piece.ready.get()
-        if self._failure is None:
+        if self.failure is None:
             self._write_frame(piece)
 
     def _write_frame(self, piece: Piece) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from layerwriter.draft import Draft
 from layerwriter.layer import DEFAULT_LIMIT, Layer, LayerError, Size, shown
-from layerwriter.walk import DIRECTORY, FILE, OTHER, Descent, listing, open_directory
+from layerwriter.walk import DIRECTORY, OTHER, Descent, listing, open_directory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from layerwriter.entries import Entries
 
     Path = str | os.PathLike[str]
-
-# os.fsencode() at a third of its cost.
-_ENCODING, _ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 
 
 def write(
@@ -76,21 +72,20 @@ def walk_upper(root: int, entries: Entries) -> None:
     try:
         while below:
             names, prefix, whiteouts = below[-1]
-            for name, kind in names:
-                path = prefix + name.encode(_ENCODING, _ERRORS)
-                if kind == FILE:
-                    entries.file(descent.fd, name, path, whiteouts)
-                elif kind == DIRECTORY:
-                    fd = descent.enter(name)
-                    marks = entries.directory(fd, path)
-                    below.append((listing(fd), path + b"/", marks.whiteouts))
-                    break
-                else:
-                    entries.special(descent.fd, name, path)
-            else:
+            path = prefix
+            found = entries.files(descent.fd, names, prefix, whiteouts)
+            if found is None:
                 below.pop()
                 if below:
                     descent.leave()
+                continue
+            path = prefix + os.fsencode(found[0])
+            if found[1] == DIRECTORY:
+                fd = descent.enter(found[0])
+                marks = entries.directory(fd, path)
+                below.append((listing(fd), path + b"/", marks.whiteouts))
+            else:
+                entries.special(descent.fd, found[0], path)
     except OSError as failure:
         raise LayerError(f"{shown(path)}: {failure.strerror}") from failure
     finally:

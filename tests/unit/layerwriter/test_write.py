@@ -346,3 +346,36 @@ def test_an_existing_layer_is_replaced_only_by_a_whole_one(upper, tmp_path):
     layerwriter.write(upper, out)
     assert out.read_bytes() != b"former"
     assert out.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_system_without_attributes_and_flags_is_written_and_applied_to(tmp_path):
+    where = tmp_path / "ram"
+    where.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", where], check=True)
+    try:
+        for name in ("upper/d", "fresh"):
+            (where / name).mkdir(parents=True)
+        for name in ("a", "b", "d/c"):
+            (where / "upper" / name).write_bytes(name.encode() * 100)
+        os.symlink("a", where / "upper/link")
+        with pytest.raises(OSError, match="not supported"):
+            os.setxattr(where / "upper/a", "user.x", b"")
+        layerwriter.apply(layerwriter.write(where / "upper", where / "layer.tar"), where / "fresh")
+        same(where / "upper", where / "fresh")
+    finally:
+        subprocess.run(["umount", where], check=True)
+
+
+def test_a_file_that_cannot_be_read_is_named(upper, monkeypatch):
+    (upper / "d").mkdir()
+    (upper / "d/file").write_bytes(b"x")
+    (upper / "d/file").rename(upper / "d/other")
+
+    def listing(fd, *_):
+        yield from (
+            [("file", layerwriter.walk.FILE)] if os.listdir(fd) == ["other"] else [("d", layerwriter.walk.DIRECTORY)]
+        )
+
+    monkeypatch.setattr(layerwriter.upper, "listing", listing)
+    with pytest.raises(layerwriter.LayerError, match=r"^d/file: No such file or directory"):
+        layerwriter.write(upper, upper.parent / "layer.tar")
