@@ -16,7 +16,7 @@ TOOLS = pytest pytest-timeout pytest-rerunfailures hypothesis protobuf grpcio se
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg \
   zstd:zstd umoci:umoci skopeo:skopeo mkfs.xfs:xfsprogs chattr:e2fsprogs
 
-.PHONY: test lint unit node torture fuzz bench demo install uninstall deb clean programs
+.PHONY: test lint unit node torture fuzz bench demo install uninstall deb deb-check clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts. Tests with real daemons that are
 # killed at a moment miss it now and then on a busy machine: one that fails is run once more, and the count of these is told.
@@ -52,12 +52,17 @@ bench: programs
 demo: programs
 	$(PYTHON) packaging/demo/demo.py
 
-# Without DESTDIR, the modules are compiled too. With it, by whoever knows the python3 that is going to run them.
+# Without DESTDIR, the modules are compiled too, and the library changes in one step: containers that run hold theirs open
+# (shim/library.py). With it, that is for whoever knows the python3 that is going to run them.
 install:
-	rm -rf $(LIB)
-	install -d $(LIB) $(BIN)
-	tar -cf - --exclude=__pycache__ $(PACKAGES) | tar -xf - -C $(LIB) --no-same-owner --no-same-permissions
-	for script in $(SCRIPTS); do test ! -e packaging/bin/$$script || install -m 755 packaging/bin/$$script $(BIN)/ || exit 1; done
+	rm -rf $(LIB).new
+	install -d $(LIB).new $(BIN)
+	tar -cf - --exclude=__pycache__ $(PACKAGES) | tar -xf - -C $(LIB).new --no-same-owner --no-same-permissions
+	if [ -n "$(DESTDIR)" ]; then rm -rf $(LIB) && mv $(LIB).new $(LIB); else \
+	  python=/usr/bin/python3; test -x $$python || python=$(PYTHON); $$python -I $(LIB).new/shim/library.py $(LIB).new $(LIB); fi
+	for script in $(SCRIPTS); do \
+	  install -m 755 packaging/bin/$$script $(BIN)/.$$script.new && mv -f $(BIN)/.$$script.new $(BIN)/$$script || exit 1; \
+	done
 	install -d $(UNITS) $(SHARE)
 	for unit in socket service; do \
 	  sed 's|/usr/local|$(PREFIX)|' packaging/systemd/fermata-differ.$$unit >$(UNITS)/fermata-differ.$$unit || exit 1; \
@@ -65,7 +70,6 @@ install:
 	for file in packaging/containerd/*.toml packaging/kubernetes/*.yaml; do \
 	  sed 's|/usr/local|$(PREFIX)|' $$file >$(SHARE)/$${file##*/} || exit 1; \
 	done
-	test -n "$(DESTDIR)" || $(PYTHON) -I -m compileall -q $(LIB)
 
 uninstall:
 	rm -rf $(LIB) $(SHARE)
@@ -74,6 +78,10 @@ uninstall:
 
 deb:
 	@$(PYTHON) packaging/deb/build.py dist
+
+# The .deb on every distribution that it is for. Where this machine has no keyring of Ubuntu's, give its roots by hand.
+deb-check: $(VENV)/ready
+	FERMATA_DISTRIBUTIONS=all $(VENV)/bin/python -m pytest -o timeout=1500 tests/node/test_distributions.py
 
 clean:
 	$(PYTHON) packaging/node down --all

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 
+from shim import library
 from shim.errors import FAILED_PRECONDITION, RESOURCE_EXHAUSTED, UNKNOWN, ShimError
 
 TYPE_CHECKING = False
@@ -209,14 +210,13 @@ class Helper:
         self._config = config
         self._buffer = b""
         self._hello: dict[str, Any] | None = None
-        program = f"{os.path.dirname(os.path.abspath(__file__))}/cuda.py"
         child_in, self._in = os.pipe()
         self._out, child_out = os.pipe()
         actions = [(os.POSIX_SPAWN_DUP2, child_in, 0), (os.POSIX_SPAWN_DUP2, child_out, 1)]
         try:
             self.pid = os.posix_spawn(
                 sys.executable,
-                [sys.executable, "-I", "-S", program],
+                [sys.executable, "-I", "-S", *library.program("shim.cuda")],
                 {"PATH": os.environ.get("PATH", os.defpath)},  # no CUDA_VISIBLE_DEVICES of whoever started containerd
                 file_actions=actions,
             )

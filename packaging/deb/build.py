@@ -41,15 +41,21 @@ set -e
 if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
     systemctl --quiet disable --now fermata-differ.socket fermata-differ.service 2>/dev/null || :
 fi
-find /usr/lib/fermata -name __pycache__ -prune -exec rm -rf {} +
+if [ "$1" = upgrade ]; then
+    # Containers go on being started meanwhile: from the library's one file, until there is that of the new version.
+    touch /usr/lib/fermata/.changing
+else
+    find /usr/lib/fermata -name __pycache__ -prune -exec rm -rf {} +
+fi
 """
 POSTINST = """#!/bin/sh
 set -e
 # Python would write these itself the first time it runs as root; an operator's first container need not wait for it.
 if [ "$1" = configure ] || [ "$1" = triggered ]; then
-    find /usr/lib/fermata -name __pycache__ -prune -exec rm -rf {} +
-    python3 -I -m compileall -q /usr/lib/fermata || :
+    find /usr/lib/fermata -name '*.pyc' -delete
+    python3 -I /usr/lib/fermata/shim/library.py || find /usr/lib/fermata -name __pycache__ -prune -exec rm -rf {} +
 fi
+rm -f /usr/lib/fermata/.changing
 [ ! -d /run/systemd/system ] || systemctl daemon-reload || :
 """
 POSTRM = """#!/bin/sh
