@@ -111,9 +111,10 @@ def _processes(directory: str) -> set[int]:
             continue
         children.setdefault(int(parent), set()).add(int(name))
         program = os.path.basename(words[0])
-        if (program == "runc" and any(_within(word, directory) for word in words)) or (
+        at_work = (program == "runc" and any(_within(word, directory) for word in words)) or (
             program.startswith("criu") and _within(folder, directory)
-        ):
+        )
+        if at_work and _sees(name, directory):
             found.add(int(name))
     below = list(found)
     while below:
@@ -121,6 +122,18 @@ def _processes(directory: str) -> set[int]:
             found.add(child)
             below.append(child)
     return found
+
+
+def _sees(pid: str, directory: str) -> bool:
+    """Whether a process means the same directory by that name as we do.
+
+    Another containerd of this machine, in a mount namespace of its own, may have a container of the same name.
+    """
+    meant = directory if os.path.exists(directory) else "/"
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root{meant}"), os.stat(meant))
+    except OSError:  # it has ended, or has no such directory
+        return False
 
 
 def _within(path: str, directory: str) -> bool:

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from shim import unfinished
+
+
+def at_work(directory, *before):
+    """A program called runc that works in a directory, by its command line. It ends with its input."""
+    command = ["bash", "-c", 'exec -a runc sh -c "echo; read line" "$1/restore-1"', "bash", str(directory)]
+    process = subprocess.Popen([*before, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"\n"
+    return process
+
+
+def test_a_runc_that_works_below_the_directory_is_ended_and_none_beside_it(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one-more").mkdir()
+    with at_work(tmp_path / "one") as one, at_work(tmp_path / "one-more") as other:
+        assert unfinished.end(f"{tmp_path}/one") == {one.pid}
+        assert one.wait() == -9
+        assert other.poll() is None
+        other.stdin.close()
+        assert unfinished.end(f"{tmp_path}/one") == set()
+
+
+def test_the_directory_may_be_gone(tmp_path):
+    with at_work(tmp_path / "one") as one:
+        assert unfinished.end(f"{tmp_path}/one") == {one.pid}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a mount namespace of its own")
+def test_a_runc_of_another_node_on_this_machine_is_left_alone(tmp_path):
+    """Its container has the same name, and so have the directories; they are others all the same."""
+    (tmp_path / "one").mkdir()
+    mount = 'mount -t tmpfs none "$0" && mkdir "$0/one" && exec "$@"'
+    with at_work(tmp_path / "one", "unshare", "--mount", "sh", "-c", mount, str(tmp_path)) as other:
+        assert unfinished._processes(f"{tmp_path}/one") == set()
+        other.stdin.close()
+
+
+def test_the_root_is_no_directory_of_an_operation():
+    for wrong in ("/", "", "//", "relative"):
+        with pytest.raises(ValueError, match="is no directory of an operation's"):
+            unfinished.end(wrong)
