@@ -56,6 +56,8 @@ RECIPES = {
         (*COMMON, "criu/experimental", "libcriu2/experimental", "runc/experimental"),
     ),
 }
+UBUNTU = ("jammy", "noble")
+COMPONENTS = {"debian": "main", "ubuntu": "main universe"}
 STACKS = ("auto", "host", *RECIPES)
 
 
@@ -113,7 +115,12 @@ def root(stack: str, say: Progress | None = None) -> Path:
         return Path("/")
     if given := os.environ.get("FERMATA_ROOT"):
         return unpacked(Path(given))
-    recipe = RECIPES[stack]
+    return built(RECIPES[stack], say)
+
+
+def built(recipe: Recipe, say: Progress | None = None) -> Path:
+    """The directory that holds a recipe's root, built now if need be. Raises NodeError when it cannot be."""
+    stack = recipe.stack
     path = cache() / "node" / f"{stack}-{recipe.digest()}"
     if path.is_dir():
         return path
@@ -121,7 +128,7 @@ def root(stack: str, say: Progress | None = None) -> Path:
         if not path.is_dir():
             _remove_strays(path.parent, f"{stack}-")
             if say:
-                say(f"building a root with Debian {stack}: about a minute, once")
+                say(f"building a root for {stack}: about a minute, once")
             _build(recipe, path)
     return path
 
@@ -191,12 +198,17 @@ def locked(path: Path) -> Iterator[None]:
 
 def _build(recipe: Recipe, path: Path) -> None:
     need("mmdebstrap", "mmdebstrap")
-    keyring = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    distribution = "ubuntu" if recipe.suites[0] in UBUNTU else "debian"
+    keyring = Path(f"/usr/share/keyrings/{distribution}-archive-keyring.gpg")
     if not keyring.exists():
+        if distribution == "ubuntu":
+            raise NodeError(
+                f"{keyring} is missing, without which no root of Ubuntu can be made here: install ubuntu-keyring"
+            )
         install("debian-archive-keyring")
     part = path.with_suffix(".part")
     remove_tree(part)
-    uri = mirror()
+    uri = mirror(distribution=distribution)
     argv = [
         "mmdebstrap",
         "--variant=minbase",
@@ -212,10 +224,10 @@ def _build(recipe: Recipe, path: Path) -> None:
         *([] if uri else _more_suites(recipe.suites)),
         recipe.suites[0],
         str(part),
-        *(f"deb {uri} {suite} main" for suite in recipe.suites if uri),
+        *(f"deb {uri} {suite} {COMPONENTS[distribution]}" for suite in recipe.suites if uri),
     ]
     try:
-        _run(argv, f"build the Debian root {recipe.stack}")
+        _run(argv, f"build the root {recipe.stack}")
         part.rename(path)
     except BaseException:
         remove_tree(part)
@@ -277,10 +289,11 @@ def _more_suites(suites: tuple[str, ...]) -> list[str]:
     return [f"--setup-hook={hook.format(suites[0], suite)}" for suite in suites[1:]]
 
 
-def mirror(etc: Path = Path("/etc")) -> str | None:
-    """The Debian mirror that this machine itself uses; None where it uses none, and mmdebstrap takes its default."""
+def mirror(etc: Path = Path("/etc"), distribution: str = "debian") -> str | None:
+    """The distribution's mirror that this machine itself uses; None where it uses none, and mmdebstrap takes its
+    default."""
     release = _os_release(etc)
-    if release.get("ID") != "debian":
+    if release.get("ID") != distribution:
         return None
     codename = release.get("VERSION_CODENAME", "sid")
     apt = etc / "apt"

@@ -49,7 +49,9 @@ def test_a_disabled_source_is_not_taken_for_the_mirror(tmp_path):
 def test_on_another_distribution_mmdebstraps_own_mirror_is_used(tmp_path):
     release = 'ID=ubuntu\nVERSION_CODENAME="noble"\n'
     text = "deb http://ubuntu.example/ubuntu noble main\n"
-    assert stack.mirror(etc(tmp_path, release, one_line=text)) is None
+    there = etc(tmp_path, release, one_line=text)
+    assert stack.mirror(there) is None
+    assert stack.mirror(there, distribution="ubuntu") == "http://ubuntu.example/ubuntu"
 
 
 def test_a_version_is_found_in_what_a_program_says():
