@@ -169,8 +169,15 @@ class Upload:
         while self._unacknowledged > _UNACKNOWLEDGED:
             self._answer()
 
-    def commit(self, labels: dict[str, str]) -> str:
-        """End the blob, and return its digest. Raises grpc.RpcError, ALREADY_EXISTS if the store has it."""
+    def digest(self) -> str:
+        """The digest of all that was written, which containerd computes while it receives. Raises grpc.RpcError."""
+        self._put(messages.WriteContentRequest(action=messages.STAT, ref=self._ref))
+        while self._unacknowledged > 1:
+            self._answer()
+        return self._answer().digest
+
+    def commit(self, labels: dict[str, str]) -> None:
+        """End the blob. Raises grpc.RpcError, ALREADY_EXISTS if the store has it."""
         while self._unacknowledged:
             self._answer()
         # The digest that is expected is not said: containerd would answer that the blob exists before it has put the
@@ -184,9 +191,8 @@ class Upload:
                 labels=messages.entries(labels),
             )
         )
-        digest = self._answer().digest
+        self._answer()
         self._requests.put(None)
-        return digest
 
     def cancel(self) -> None:
         """Break the upload off, from any thread. What was written stays until the reference is aborted."""

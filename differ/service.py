@@ -153,27 +153,29 @@ class Differ:
                 xattr_prefix=order.upper.xattr_prefix,
                 base=order.upper.base,
                 latest=order.latest,
+                hashed=False,
             )
-            size = self._commit(store, upload, layer, {**order.labels, UNCOMPRESSED: layer.diff_id})
+            digest = upload.digest()
+            size = self._commit(store, upload, digest, order.labels, layer.diff_id or digest)
         except BaseException as failure:
             upload.cancel()
             self._attempt(f"remove what was written of {order.ref}", lambda: _abort(store, order.ref))
             if gone.is_set():
                 raise Cancelled from failure
             raise
-        return messages.Descriptor(media_type=order.media_type, digest=layer.digest, size=size)
+        return messages.Descriptor(media_type=order.media_type, digest=digest, size=size)
 
-    def _commit(self, store: content.Store, upload: content.Upload, layer: Layer, labels: dict[str, str]) -> int:
+    def _commit(
+        self, store: content.Store, upload: content.Upload, digest: str, labels: dict[str, str], diff_id: str
+    ) -> int:
         try:
-            digest = upload.commit(labels)
-            if digest != layer.digest:
-                raise LayerError(f"containerd received another layer ({digest}) than was sent ({layer.digest})")
+            upload.commit({**labels, UNCOMPRESSED: diff_id})
         except grpc.RpcError as failure:
             if failure.code() != grpc.StatusCode.ALREADY_EXISTS:
                 raise
-        known = store.info(layer.digest)
+        known = store.info(digest)
         if not messages.mapping(known.labels).get(UNCOMPRESSED):
-            store.set_label(layer.digest, UNCOMPRESSED, layer.diff_id)
+            store.set_label(digest, UNCOMPRESSED, diff_id)
         return known.size
 
     def keep_clear(self) -> None:

@@ -24,6 +24,11 @@ _WINDOW = 8 << 20
 """Bytes of memory that a frame may ask for while it is decompressed. zstd's levels up to 19 ask for no more."""
 _BLOCK = 128 << 10
 """Bytes that one block of a frame may hold."""
+_ISAL = "libisal.so.2"
+_ISAL_LEVEL = 2
+_ISAL_TOKENS = 160 << 10
+"""ISA-L's level that makes files of the size of zlib's level 1, and the bytes of memory it is given: the fewer, the
+shorter are the blocks that are stored or compressed as a whole."""
 _WORKERS = 4
 """Decompressing threads at most: a restore is bound by making files long before."""
 
@@ -45,13 +50,17 @@ def compressor() -> Callable[[memoryview], bytes]:
 
 
 def gzip_compressor(level: int = 1) -> Callable[[memoryview], bytes]:
-    """A function that makes one gzip member without a time (RFC 1952). For any thread.
+    """A function that makes one gzip member without a time (RFC 1952). For one thread.
 
     A file may hold many members in a row, and every reader takes them for one stream. Level 1 by default: someone waits
-    for the layer while a container stands still. What does not get smaller is stored, at ten times the speed: a sample
-    of the piece tells. `level` 0 stores all.
+    for the layer while a container stands still. It is ISA-L's where that is installed, at five times the speed of
+    zlib's and the same size. What does not get smaller is stored; with zlib a sample of the piece tells, because trying
+    takes ten times as long. `level` 0 stores all.
     """
     import zlib
+
+    if level == 1 and (quick := isal()) is not None:
+        return quick
 
     def member(data: memoryview) -> bytes:
         sample = data[len(data) // 2 :][:_SAMPLE]
@@ -60,6 +69,75 @@ def gzip_compressor(level: int = 1) -> Callable[[memoryview], bytes]:
         return stream.compress(data) + stream.flush()
 
     return member
+
+
+def isal() -> Callable[[memoryview], bytes] | None:
+    """A function that makes one gzip member with ISA-L (libisal2 in Debian, isa-l elsewhere); None without it.
+
+    For one thread, and for data that can be written to, which is not copied then.
+    """
+    import ctypes
+    import zlib
+
+    try:
+        library = ctypes.CDLL(_ISAL)
+        prepare, deflate = library.isal_deflate_stateless_init, library.isal_deflate_stateless
+    except (OSError, AttributeError):
+        return None
+    state = _isal_stream()()
+    tokens = ctypes.create_string_buffer(_ISAL_TOKENS)
+    out = ctypes.create_string_buffer(0)
+
+    def member(data: memoryview) -> bytes:
+        nonlocal out
+        bound = len(data) + len(data) // 1024 + 4096
+        if len(out) < bound:
+            out = ctypes.create_string_buffer(bound)
+        prepare(ctypes.byref(state))
+        # Its address is kept as a number: the name holds on to what is there while the library reads it.
+        given = (ctypes.c_char * len(data)).from_buffer(data)
+        state.next_in, state.avail_in = ctypes.addressof(given), len(data)
+        state.next_out, state.avail_out = ctypes.addressof(out), len(out)
+        state.level, state.level_buf, state.level_buf_size = _ISAL_LEVEL, ctypes.addressof(tokens), _ISAL_TOKENS
+        state.gzip_flag, state.end_of_stream = 1, 1
+        failed = deflate(ctypes.byref(state))
+        if failed:
+            raise LayerError(f"{_ISAL} could not compress a piece (error {failed}): without the library, zlib does it")
+        return bytes(memoryview(out)[: state.total_out])
+
+    # That a library of this name has another form is no reason to write layers that nobody can read.
+    probe = bytearray(b"fermata " * 1024)
+    try:
+        return member if zlib.decompress(member(memoryview(probe)), 31) == probe else None
+    except (LayerError, zlib.error):
+        return None
+
+
+def _isal_stream() -> Any:
+    """struct isal_zstream of igzip_lib.h, the same in all versions of libisal.so.2. Its own state behind it is some
+    80 KiB."""
+    from ctypes import Structure, c_char, c_uint16, c_uint32, c_void_p
+
+    class Stream(Structure):
+        _fields_ = (
+            ("next_in", c_void_p),
+            ("avail_in", c_uint32),
+            ("total_in", c_uint32),
+            ("next_out", c_void_p),
+            ("avail_out", c_uint32),
+            ("total_out", c_uint32),
+            ("hufftables", c_void_p),
+            ("level", c_uint32),
+            ("level_buf_size", c_uint32),
+            ("level_buf", c_void_p),
+            ("end_of_stream", c_uint16),
+            ("flush", c_uint16),
+            ("gzip_flag", c_uint16),
+            ("hist_bits", c_uint16),
+            ("state", c_char * (256 << 10)),
+        )
+
+    return Stream
 
 
 def decompressor() -> Any:

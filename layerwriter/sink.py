@@ -379,9 +379,12 @@ class ZstdSink(Sink):
 
     def _write_frame(self, piece: Piece) -> None:
         self._output(memoryview(piece.frame), self._written)
-        self._file_hash.update(piece.frame)
+        self._digest_frame(piece.frame)
         self._written += len(piece.frame)
         piece.frame = b""
+
+    def _digest_frame(self, frame: bytes) -> None:
+        self._file_hash.update(frame)
 
 
 def _version(fd: int) -> tuple[int, int, int]:

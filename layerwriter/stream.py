@@ -20,7 +20,7 @@ from layerwriter.entries import Entries, changed
 from layerwriter.header import END, REGULAR
 from layerwriter.layer import Layer, LayerError, NotPortable, shown
 from layerwriter.overlay import Marks
-from layerwriter.sink import Sink, ZstdSink
+from layerwriter.sink import Piece, Sink, ZstdSink
 from layerwriter.upper import walk_upper
 from layerwriter.walk import open_directory
 
@@ -45,14 +45,16 @@ def stream(
     base: bool = False,
     latest: int | None = None,
     limit: int = NO_LIMIT,
+    hashed: bool = True,
 ) -> Layer:
     """Make an image's layer of an upper directory and hand it to `send`, piece by piece and in order.
 
     `send` is called with at most 1 MiB at a time, by one thread that is not the caller's, and may keep nothing of what
     it is given; what it raises comes out here. `compression` is "none", "gzip" or "zstd"; `gzip_level` is 0 to 9, and 0
-    stores. `base`: the directory has
-    nothing below it, so that a mark of a deletion in it makes no sense. `latest` is the newest modification time that
-    is written, in nanoseconds since 1970; what is newer gets that time. The Layer's path is "".
+    stores. `base`: the directory has nothing below it, so that a mark of a deletion in it makes no sense. `latest` is
+    the newest modification time that is written, in nanoseconds since 1970; what is newer gets that time. Without
+    `hashed`, whoever receives the layer hashes it: its digest is "", and so is its diff_id if it is uncompressed. The
+    Layer's path is "".
 
     Raises HiddenChange, NotPortable, LayerError, and OSError only if `send` did.
     """
@@ -63,13 +65,13 @@ def stream(
     try:
         sink: Sink
         if compression == "none":
-            sink = _Stream(send, limit)
+            sink = _Stream(send, limit, hashed)
         elif compression == "gzip":
             from layerwriter.compression import gzip_compressor
 
-            sink = _FrameStream(send, limit, lambda: gzip_compressor(gzip_level))
+            sink = _FrameStream(send, limit, hashed, lambda: gzip_compressor(gzip_level))
         elif compression == "zstd":
-            sink = _FrameStream(send, limit)
+            sink = _FrameStream(send, limit, hashed)
         else:
             raise LayerError(f'compression {compression!r} is not known: it is "none", "gzip" or "zstd"')
         entries = _ImageEntries(sink, xattr_prefix.encode("ascii"), base, latest)
@@ -94,21 +96,41 @@ def stream(
 
 
 class _Stream(Sink):
-    def __init__(self, send: Send, limit: int) -> None:
+    def __init__(self, send: Send, limit: int, hashed: bool) -> None:
         super().__init__(-1, limit)
         self._send = send
+        self._hashed = hashed
 
     def _output(self, data: memoryview, offset: int) -> None:
         self._send(data)
+
+    def _digest(self, piece: Piece) -> None:
+        if self._hashed:
+            super()._digest(piece)
+
+    def _result(self) -> tuple[str, str, int]:
+        digest, diff_id, size = super()._result()
+        return (digest, diff_id, size) if self._hashed else ("", "", size)
 
 
 class _FrameStream(ZstdSink):
-    def __init__(self, send: Send, limit: int, make: Callable[[], Callable[[memoryview], bytes]] | None = None) -> None:
+    def __init__(
+        self, send: Send, limit: int, hashed: bool, make: Callable[[], Callable[[memoryview], bytes]] | None = None
+    ) -> None:
         super().__init__(-1, limit, make)
         self._send = send
+        self._hashed = hashed
 
     def _output(self, data: memoryview, offset: int) -> None:
         self._send(data)
+
+    def _digest_frame(self, frame: bytes) -> None:
+        if self._hashed:
+            super()._digest_frame(frame)
+
+    def _result(self) -> tuple[str, str, int]:
+        digest, diff_id, size = super()._result()
+        return (digest if self._hashed else ""), diff_id, size
 
 
 class _ImageEntries(Entries):

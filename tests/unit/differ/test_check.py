@@ -44,8 +44,14 @@ def configured(printed, *order):
 @BOTH
 def test_first_and_answering_is_well(printed):
     tried = []
-    found = check(configured(printed, "fermata", "walking"), lambda path: tried.append(path))
+    found = check(configured(printed, "fermata", "walking"), lambda path: tried.append(path), lambda: True)
     assert (found.level, found.fix, tried) == ("ok", None, ["/run/fermata-differ/differ.sock"])
+
+
+def test_without_the_fast_gzip_it_is_well_and_could_be_better():
+    found = check(configured(VERSION_3, "fermata", "walking"), lambda path: None, lambda: False)
+    assert found.level == "ok"
+    assert "libisal2" in found.fix
 
 
 @BOTH

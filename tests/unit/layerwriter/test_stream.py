@@ -7,11 +7,12 @@ import hashlib
 import io
 import os
 import socket
+import subprocess
 import tarfile
 
 import pytest
 
-from layerwriter import LayerError, NotPortable, stream
+from layerwriter import LayerError, NotPortable, compression, stream
 
 SECOND = 1_000_000_000
 
@@ -54,6 +55,47 @@ def test_gzip_of_level_0_stores(upper):
     _, packed = streamed(upper, compression="gzip", gzip_level=0)
     assert gzip.decompress(packed) == data
     assert len(data) < len(packed) < len(data) * 1.01
+
+
+@pytest.mark.parametrize("library", ["libisal.so.2", "no such library"])
+def test_gzip_holds_the_same_with_isal_and_without(upper, library, monkeypatch):
+    if library == compression._ISAL and compression.isal() is None:
+        pytest.skip("needs libisal2")
+    monkeypatch.setattr(compression, "_ISAL", library)
+    assert (compression.isal() is None) == (library != "libisal.so.2")
+    _, data = streamed(upper)
+    _, packed = streamed(upper, compression="gzip")
+    assert gzip.decompress(packed) == data
+    assert len(packed) < len(data) - 3_000_000, "text gets smaller"
+    assert len(packed) < 5 << 20, "noise gets no larger"
+    assert packed == streamed(upper, compression="gzip")[1]
+
+
+@pytest.mark.parametrize("library", ["libisal.so.2", "no such library"])
+@pytest.mark.parametrize("size", [0, 1, 511, 65_537, 1 << 20])
+@pytest.mark.parametrize("kind", ["noise", "zeros", "text"])
+def test_every_piece_becomes_a_whole_gzip_member(library, size, kind, monkeypatch):
+    monkeypatch.setattr(compression, "_ISAL", library)
+    data = {"noise": os.urandom(size), "zeros": bytes(size), "text": (b"some words " * 100_000)[:size]}[kind]
+    make = compression.gzip_compressor()
+    for _ in range(2):  # what it keeps between pieces is of no consequence
+        assert gzip.decompress(make(memoryview(bytearray(data)))) == data
+
+
+def test_a_library_of_that_name_and_another_form_is_not_used(tmp_path, monkeypatch):
+    source = tmp_path / "other.c"
+    source.write_text("void isal_deflate_stateless_init(void *s) {} int isal_deflate_stateless(void *s) { return 0; }")
+    subprocess.run(["cc", "-shared", "-o", tmp_path / "other.so", source], check=True)
+    monkeypatch.setattr(compression, "_ISAL", str(tmp_path / "other.so"))
+    assert compression.isal() is None
+
+
+def test_whoever_hashes_what_it_receives_saves_the_sender_that(upper):
+    out = bytearray()
+    plain = stream(upper, out.extend, hashed=False)
+    packed = stream(upper, lambda data: None, hashed=False, compression="gzip")
+    assert (plain.digest, plain.diff_id, plain.size) == ("", "", len(out))
+    assert (packed.digest, packed.diff_id) == ("", f"sha256:{hashlib.sha256(out).hexdigest()}")
 
 
 def test_a_zstd_layer_holds_the_uncompressed_one(upper, tmp_path):
