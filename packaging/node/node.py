@@ -325,9 +325,10 @@ class Node:
 
     # -- contents ----------------------------------------------------------------------------------------------------
 
-    def install(self) -> None:
-        """Install fermata from this working tree, as an operator would, replacing what is installed."""
-        argv = ["make", "--silent", "--no-print-directory", "-C", str(stack.PROJECT), "install"]
+    def install(self, source: Path | None = None) -> None:
+        """Install fermata from a source tree, this one by default, as an operator would, replacing what is there."""
+        source = source or stack.PROJECT
+        argv = ["make", "--silent", "--no-print-directory", "-C", str(source), "install"]
         done = subprocess.run(
             [*argv, f"DESTDIR=/proc/{self.pid}/root", f"PREFIX={PREFIX}"],
             stdin=subprocess.DEVNULL,
@@ -341,7 +342,10 @@ class Node:
         if done.returncode != 0:
             raise NodeError(f"make install failed:\n{done.stdout}{done.stderr}")
         # Compiled by the python3 that will run it.
-        self.exec(["/usr/bin/python3", "-I", f"{PREFIX}/lib/fermata/shim/library.py"], timeout=120)
+        compiler = [f"{PREFIX}/lib/fermata/shim/library.py"]
+        if not (source / "shim/library.py").exists():  # an earlier version
+            compiler = ["-m", "compileall", "-q", f"{PREFIX}/lib/fermata"]
+        self.exec(["/usr/bin/python3", "-I", *compiler], timeout=120)
 
     def import_image(self, archive: Path | None = None, *, namespace: str = "default", timeout: float = 600) -> str:
         """Import an OCI layout tar (default: the test image) and return the name that the image has."""

@@ -13,14 +13,19 @@ from node.stack import PROJECT
 from shim import library
 
 
-@pytest.fixture
-def installed(tmp_path):
-    """A library as `make install` leaves it."""
-    made = tmp_path / "fermata"
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    made = tmp_path_factory.mktemp("compiled")
     for package in library.PACKAGES:
         shutil.copytree(PROJECT / package, made / package, ignore=shutil.ignore_patterns("__pycache__"))
     compile_(made)
     return made
+
+
+@pytest.fixture
+def installed(compiled, tmp_path):
+    """A library as `make install` leaves it."""
+    return shutil.copytree(compiled, tmp_path / "fermata")
 
 
 def compile_(made):

@@ -1,0 +1,151 @@
+"""Another version is installed while containers run: they keep theirs, and can be used, snapshotted and restored."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from node.containers import IMAGE, OURS, pid, remove, start, status, wait_for
+from node.shims import Shim, daemons
+from node.stack import PROJECT
+
+TICK = "import time; rounds = 0\nwhile True: rounds += 1; open('/ticks', 'w').write(str(rounds)); time.sleep(0.02)"
+LIBRARY = "/usr/local/lib/fermata"
+
+
+def git(*words):
+    done = subprocess.run(["git", "-C", str(PROJECT), *words], capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def other_version(folder):
+    """This version, changed so that none of its modules works in a process that has one of this version's."""
+    for name in ("shim", "layerwriter", "criuconf", "differ", "packaging"):
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PROJECT / "Makefile", folder)
+    init = folder / "shim/__init__.py"
+    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()) + "\nOTHER = True\n")
+    for path in [*folder.glob("shim/*.py"), *folder.glob("layerwriter/*.py"), *folder.glob("criuconf/*.py")]:
+        if path.name not in ("__init__.py", "hook.py", "cuda.py", "library.py") and "__main__" not in path.name:
+            future = "from __future__ import annotations\n"
+            path.write_text(path.read_text().replace(future, f"{future}from shim import OTHER as _\n", 1))
+    return folder
+
+
+def earlier_version(folder):
+    """The last release; before the first one, the commit before the last that changed something."""
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("the project's history is not here (no clone of it, or a shallow one)")
+    commit = git("describe", "--tags", "--abbrev=0", "HEAD^") or git(
+        "log", "--skip=1", "-1", "--format=%H", "--", "shim", "layerwriter", "criuconf"
+    )
+    assert commit
+    packed = subprocess.run(["git", "-C", str(PROJECT), "archive", commit], check=True, capture_output=True, timeout=60)
+    subprocess.run(["tar", "-C", str(folder), "-xf", "-"], input=packed.stdout, check=True, timeout=60)
+    return folder
+
+
+@pytest.fixture(params=[other_version, earlier_version], ids=["other", "earlier"])
+def tree(request, tmp_path):
+    return request.param(tmp_path)
+
+
+@pytest.fixture
+def trees(node, tree):
+    """The two versions' trees, and this one is installed again at the end."""
+    yield [PROJECT, tree]
+    node.install()
+    node.exec(["rm", "-rf", "/srv/up"])
+
+
+def ticks(node, name):
+    said = node.ctr("tasks", "exec", "--exec-id", f"x{time.monotonic_ns()}", name, "cat", "/ticks", check=False).stdout
+    return int(said) if said.isdigit() else 0
+
+
+def goes_on(node, name):
+    before = wait_for(lambda: ticks(node, name), f"{name} to run")
+    wait_for(lambda: ticks(node, name) > before, f"{name} to go on")
+    return before
+
+
+def is_usable(node, name, work):
+    """State, exec, a snapshot by each way, a restore by each way, kill and delete."""
+    assert status(node, name) == "RUNNING"
+    before = goes_on(node, name)
+    Shim(node, name).checkpoint(f"/srv/up/{work}-call")
+    node.exec(["fermata", "checkpoint", name, f"/srv/up/{work}-command"])
+    goes_on(node, name)
+    annotation = ["--annotation", f"fermata/restore-from=/srv/up/{work}-call"]
+    start(node, f"{name}-1", options=annotation)
+    node.exec(["fermata", "restore", f"/srv/up/{work}-command", f"{name}-2"])
+    for restored in (f"{name}-1", f"{name}-2"):
+        assert goes_on(node, restored) >= before
+    node.ctr("tasks", "kill", "--signal", "SIGKILL", name)
+    wait_for(lambda: status(node, name) == "STOPPED", f"{name} to end")
+    for each in (name, f"{name}-1", f"{name}-2"):
+        remove(node, each)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["upgrade", "downgrade"])
+def test_containers_of_both_versions_are_usable_after_a_change(node, trees, back):
+    here, there = trees if back else reversed(trees)
+    node.install(here)
+    start(node, "old", "python3", "-c", TICK)
+    goes_on(node, "old")
+    node.exec(["fermata", "checkpoint", "old", "/srv/up/before"])
+    first = pid(node, "old")
+    node.install(there)
+    assert pid(node, "old") == first
+    start(node, "new", "python3", "-c", TICK)
+    is_usable(node, "old", "old")
+    is_usable(node, "new", "new")
+    # And what the one has taken, the other restores.
+    start(node, "late", options=["--annotation", "fermata/restore-from=/srv/up/before"])
+    goes_on(node, "late")
+    remove(node, "late")
+
+
+def test_a_snapshot_is_taken_by_the_version_that_the_container_was_started_with(node, tmp_path):
+    start(node, "old", "python3", "-c", TICK)
+    goes_on(node, "old")
+    tree = other_version(tmp_path)
+    with (tree / "shim/take.py").open("a") as file:
+        file.write("\nraise RuntimeError('the other version')\n")
+    node.install(tree)
+    try:
+        assert "9.9.9" in node.exec(["containerd-shim-fermata-v1", "-v"]).stdout
+        Shim(node, "old").checkpoint("/srv/up")
+        start(node, "new", "python3", "-c", TICK)
+        with pytest.raises(Exception, match="the other version"):
+            Shim(node, "new").checkpoint("/srv/up-2")
+    finally:
+        node.install()
+    remove(node, "old")
+    remove(node, "new")
+    node.exec(["rm", "-rf", "/srv/up"])
+
+
+def test_containers_are_started_while_a_library_takes_anothers_place(node):
+    """Each start meets a whole library, the one or the other."""
+    source = f"{LIBRARY}.source"
+    node.exec(["sh", "-c", f"cp -a {LIBRARY} {source} && find {source} -name __pycache__ -prune -exec rm -r {{}} +"])
+    again = (
+        f"while [ -e {source} ]; do cp -a {source} {LIBRARY}.new && "
+        f"python3 -I {LIBRARY}.new/shim/library.py {LIBRARY}.new {LIBRARY} || exit 1; done"
+    )
+    installing = node.popen(["sh", "-c", again])
+    try:
+        for at in range(10):
+            node.ctr("run", "--rm", "--runtime", OURS, IMAGE, f"c{at}", "true")
+    finally:
+        node.exec(["rm", "-r", source])
+        status_ = installing.wait(60)
+        node.exec(["rm", "-rf", f"{LIBRARY}.new"])
+        node.install()
+    assert status_ in (0, 1)  # 1: its source went in the middle of a copy
+    assert daemons(node) == []
