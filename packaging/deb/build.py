@@ -29,7 +29,7 @@ Section: admin
 Priority: optional
 Depends: python3 (>= 3.10)
 Recommends: containerd | containerd.io, runc | containerd.io, criu (>= 4.0), nftables | iptables, python3-grpcio,
- python3-tomli | python3 (>= 3.11)
+ python3-tomli | python3 (>= 3.11), libisal2
 Suggests: python3-zstandard
 Description: {SYNOPSIS}
  A containerd runtime shim. It takes snapshots of running containers, files, network and GPU state included, and
@@ -67,6 +67,10 @@ if [ "$1" = purge ]; then
     rmdir /run/fermata/* /run/fermata 2>/dev/null || :
 fi
 """
+COPYRIGHT = """Copyright: the fermata developers
+License: Apache-2.0
+ On Debian and Ubuntu its text is in /usr/share/common-licenses/Apache-2.0.
+"""
 # Another Python means other compiled files.
 TRIGGERS = "interest-noawait /usr/bin/python3\n"
 TMPFILES = """# fermata's directories. Snapshots and logs hold what was in a container's memory: they are root's alone.
@@ -102,6 +106,7 @@ def _fill(root: Path) -> None:
     _write(root, "usr/share/fermata/huge-pages.conf", HUGE_PAGES)
     for source in sorted((PROJECT / "docs").glob("*.md")):
         _write(root, f"usr/share/doc/fermata/{source.name}", source.read_text())
+    _write(root, "usr/share/doc/fermata/copyright", COPYRIGHT)
     _write(root, "usr/share/doc/fermata/changelog.gz", (PROJECT / "CHANGELOG.md").read_text())
     _write(root, "usr/share/doc/fermata/README.md", (PROJECT / "README.md").read_text())
     _write(root, "usr/share/bash-completion/completions/fermata", completion())

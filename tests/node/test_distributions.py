@@ -20,6 +20,7 @@ from node.errors import NodeError
 from node.scratch import Scratch
 from node.stack import PROJECT, Recipe
 from shim import RUNTIME, __version__
+from tests import distributions
 
 PACKAGES = ("python3", "python3-grpcio", "containerd", "runc")
 NODES = {"debian-13": "trixie", "sid": "sid"}
@@ -30,37 +31,30 @@ RECIPES = {
 }
 PYTHON = {"debian-12": "3.11", "debian-13": "3.13", "sid": "3.1", "ubuntu-22.04": "3.10", "ubuntu-24.04": "3.12"}
 ASKED = os.environ.get("FERMATA_DISTRIBUTIONS", ",".join(NODES))
-LIBRARY = """
-import os, sys
-for folder, _, names in os.walk("/usr/lib/fermata"):
-    if os.path.isdir(f"{folder}/shim") and os.path.exists(f"{folder}/shim/__init__.py"):
-        sys.path.insert(0, folder)
-        break
-else:
-    sys.exit("no library")
-top = sys.path[0]
-"""
-IMPORT = f"""{LIBRARY}
-import compileall, importlib
+IMPORT = """
+import compileall, importlib, os, sys
+top = sys.argv[1]
+sys.path.insert(0, top)
 assert compileall.compile_dir(top, quiet=1, force=True)
 count = 0
 for package in ("shim", "layerwriter", "criuconf", "differ"):
-    for name in sorted(os.listdir(f"{{top}}/{{package}}")):
+    for name in sorted(os.listdir(f"{top}/{package}")):
         if name.endswith(".py") and name != "__main__.py":
-            importlib.import_module(f"{{package}}.{{name[:-3]}}".removesuffix(".__init__"))
+            importlib.import_module(f"{package}.{name[:-3]}".removesuffix(".__init__"))
             count += 1
 print(sys.version_info[0], sys.version_info[1], count)
 """
-START = f"""{LIBRARY}
-import json, subprocess
+START = """
+import json, os, subprocess, sys
+sys.path.insert(0, sys.argv[1])
 os.makedirs("/run/containerd/s", exist_ok=True)
 os.makedirs("/run/bundle")
 os.chdir("/run/bundle")
 os.mkfifo("log")
 keep = os.open("log", os.O_RDWR | os.O_NONBLOCK)
-json.dump({{"ociVersion": "1.0.0", "annotations": {{}}, "linux": {{}}}}, open("config.json", "w"))
+json.dump({"ociVersion": "1.0.0", "annotations": {}, "linux": {}}, open("config.json", "w"))
 flags = ["-namespace", "n", "-address", "/run/containerd/containerd.sock", "-publish-binary", "/usr/bin/containerd"]
-argv = ["/usr/bin/containerd-shim-fermata-v1", *flags, "-id", "c"]
+argv = [sys.argv[2], *flags, "-id", "c"]
 answer = subprocess.run([*argv, "start"], check=True, stdout=subprocess.PIPE, timeout=60).stdout
 from shim import stock, task
 from shim.client import Client
@@ -108,11 +102,17 @@ def root(distribution, tmp_path):
     return Scratch(lower, tmp_path)
 
 
+def starts(root, library, program):
+    """A shim that serves the stock shim's calls, and ends when it is asked to."""
+    said = root.run("python3", "-I", "-c", START, library, program).stdout
+    assert re.fullmatch(r"f- containerd\.task\.v[23]\.Task\n", said), said
+
+
 def test_it_is_installed_used_and_removed(distribution, root, package):
     before = root.files()
     inside = root.put(package, package.name)
     root.run("dpkg", "--install", inside)
-    major, minor, count = root.run("python3", "-I", "-c", IMPORT).stdout.split()
+    major, minor, count = root.run("python3", "-I", "-c", IMPORT, "/usr/lib/fermata").stdout.split()
     assert f"{major}.{minor}".startswith(PYTHON[distribution])
     assert int(count) > 60
     assert root.run("fermata", "--version").stdout == f"fermata {__version__}\n"
@@ -124,7 +124,7 @@ def test_it_is_installed_used_and_removed(distribution, root, package):
     assert re.search(r"^\W*problem.*containerd", told.stdout, re.M), told.stdout
     asked = root.run("fermata", "checkpoint", "c", "/srv/c", check=False)
     assert asked.stderr.startswith("fermata: containerd does not answer at /run/containerd/containerd.sock"), asked
-    assert re.fullmatch(r"f- containerd\.task\.v[23]\.Task\n", root.run("python3", "-I", "-c", START).stdout)
+    starts(root, "/usr/lib/fermata", "/usr/bin/containerd-shim-fermata-v1")
     info = root.run("containerd-shim-fermata-v1", "-info", check=False)
     old = root.run("containerd-shim-runc-v2", "-info", check=False).returncode
     assert info.returncode == old and (old or RUNTIME in info.stdout), info
@@ -134,3 +134,18 @@ def test_it_is_installed_used_and_removed(distribution, root, package):
     assert sorted(root.files() ^ before) == []
     root.run("dpkg", "--purge", "fermata")
     assert sorted(root.files() ^ before) == []
+
+
+def test_a_shim_starts_from_what_pip_installs(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("a root of a distribution needs root")
+    (tmp_path / "root").mkdir()
+    root = Scratch(stack.root("trixie"), tmp_path / "root")
+    made = distributions.wheel(distributions.sdist(tmp_path), tmp_path)
+    prefix = tmp_path / "root/upper/opt/fermata"
+    distributions.run(
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--prefix", prefix, made)
+    )
+    (library,) = prefix.glob("lib/python3*/site-packages")
+    inside = f"/opt/fermata/{library.relative_to(prefix)}"
+    starts(root, inside, "/opt/fermata/bin/containerd-shim-fermata-v1")

@@ -1,36 +1,35 @@
-"""The wheel: what pip installs from it is found by the programs that it installs."""
+"""The sdist and the wheel: what pip installs from them is found by the programs that it installs."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import sysconfig
+import tarfile
 import zipfile
 
 import pytest
 
 from node.stack import PROJECT
 from shim import RUNTIME, __version__
-
-
-def run(*argv):
-    done = subprocess.run(list(map(str, argv)), capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests import distributions
+from tests.distributions import run
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    # Built from a copy: setuptools leaves its work beside the sources.
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    listed = run("git", "-C", PROJECT, "ls-files").splitlines() if (PROJECT / ".git").exists() else None
-    names = listed or ["pyproject.toml", "README.md", "shim", "layerwriter", "criuconf", "differ", "packaging"]
-    present = [name for name in names if (PROJECT / name).exists()]
-    packed = subprocess.run(["tar", "-C", PROJECT, "-cf", "-", *present], check=True, capture_output=True, timeout=60)
-    subprocess.run(["tar", "-C", source, "-xf", "-"], input=packed.stdout, check=True, timeout=60)
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, source)
-    (made,) = out.glob("*.whl")
-    return made
+def sdist(tmp_path_factory):
+    return distributions.sdist(tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    return distributions.wheel(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    out = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out)
+    return out / f"fermata-{__version__}"
 
 
 def test_its_programs_start_from_where_pip_puts_them(wheel, tmp_path):
@@ -44,16 +43,26 @@ def test_its_programs_start_from_where_pip_puts_them(wheel, tmp_path):
     link = tmp_path / "containerd-shim-fermata-v1"
     link.symlink_to(tmp_path / "venv/bin/containerd-shim-fermata-v1")
     assert __version__ in run(link, "-v")
+    assert (tmp_path / "venv/share/fermata/fermata-v3.toml").exists()
 
 
-def test_it_holds_every_file_of_the_packages(wheel):
+def test_the_wheel_holds_every_file_of_the_packages(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("shim", "layerwriter", "criuconf", "differ"):
-        for path in (PROJECT / package).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
-                name = str(path.relative_to(PROJECT))
-                tracked = subprocess.run(
-                    ["git", "-C", PROJECT, "ls-files", "--error-unmatch", name], capture_output=True, check=False
-                )
-                assert name in names or tracked.returncode, name
-    assert sysconfig.get_python_version() >= "3.10"
+    ours = {
+        name for name in distributions.tracked() if name.split("/")[0] in ("shim", "layerwriter", "criuconf", "differ")
+    }
+    assert len(ours) > 60
+    assert ours - names == set()
+
+
+def test_the_sdist_holds_all_that_is_tracked(unpacked):
+    there = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    assert set(distributions.tracked()) - there <= {".gitignore"}
+
+
+@pytest.mark.skipif(not (PROJECT / ".git").exists(), reason="this is an sdist, unpacked")
+def test_an_unpacked_sdist_can_be_installed_and_packaged_with_make(unpacked, tmp_path):
+    run("make", "-C", unpacked, "install", f"DESTDIR={tmp_path}", f"PYTHON={sys.executable}")
+    assert __version__ in run(tmp_path / "usr/local/bin/containerd-shim-fermata-v1", "-v")
+    run("make", "-C", unpacked, "deb", f"PYTHON={sys.executable}")
+    assert (unpacked / f"dist/fermata_{__version__}_all.deb").exists()
