@@ -29,6 +29,7 @@ COMMON = (
     "procps",
     "python3",
     "python3-grpcio",  # the command `fermata` speaks to containerd with it; the shim itself needs no package
+    "libisal2",  # gzip for fermata-differ
     "ca-certificates",
     "containerd",
     "containernetworking-plugins",  # pods have a network of their own: see tests/node/test_cri.py
