@@ -1,15 +1,16 @@
 """How long containerd's diff of a container takes, and how long the container stands still for it.
 
-One container of a large image, and the same clients' commands with containerd's own walking differ and with
-fermata-differ in front of it, in one node.
+Containers of a large image, and the same clients' commands with containerd's own walking differ and with
+fermata-differ in front of it, in one node. Then a large layer beside a copy of the same files to the same disk.
 
-    python3 bench/differ.py [--stack sid] [--entries 200000] [--files 200] [--size 19456] [--rounds 3]
-                             [--gzip-level 1]
+    python3 bench/differ.py [--stack sid trixie] [--entries 200000] [--files 200 6000] [--size 19456] [--rounds 3]
+                             [--gzip-level 1] [--large 2048]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -46,6 +47,16 @@ while True:
             file.write(str(longest))
     last = now
 """
+# A file that does not get smaller.
+LARGE = """
+import os, time
+with open("/large", "wb") as file:
+    for _ in range(MIB): file.write(os.urandom(1 << 20))
+time.sleep(3600)
+"""
+COPY = 'rm -rf "$2"; sync -f "$1"; exec cp -a "$1" "$2"'
+SNAPSHOTS = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs"
+TAR = "application/vnd.oci.image.layer.v1.tar"
 ROWS = (
     "ctr snapshots diff",
     "ctr snapshots diff, uncompressed",
@@ -62,16 +73,18 @@ def image_of(node: Node, entries: int, scratch: Path) -> str:
     return node.import_image(archive)
 
 
-def start(node: Node, reference: str, files: int, size: int) -> Path:
-    """Start the program and wait until its files are there. Returns its root."""
-    program = PROGRAM.replace("FILES", str(files)).replace("SIZE", str(size))
+def start(node: Node, reference: str, name: str, program: str) -> Path:
+    """Start a program in a container. Returns its root."""
     mount = ["--mount", "type=tmpfs,src=tmpfs,dst=/run"]
-    node.ctr("run", "-d", *mount, "--runtime", "io.containerd.runc.v2", reference, "large", "python3", "-c", program)
-    pid = int(node.ctr("tasks", "list").stdout.splitlines()[1].split()[1])
-    root = Path(f"/proc/{pid}/root")
-    while not (root / "run/longest").exists():
+    node.ctr("run", "-d", *mount, "--runtime", "io.containerd.runc.v2", reference, name, "python3", "-c", program)
+    tasks = dict(line.split()[:2] for line in node.ctr("tasks", "list").stdout.splitlines()[1:])
+    return Path(f"/proc/{tasks[name]}/root")
+
+
+def wait(path: Path) -> None:
+    """Wait until a file is there."""
+    while not path.exists():
         time.sleep(0.2)
-    return root
 
 
 def timed(node: Node, *argv: str) -> float:
@@ -81,48 +94,88 @@ def timed(node: Node, *argv: str) -> float:
     return time.monotonic() - began
 
 
-def measure(node: Node, root: Path, rounds: int, label: str) -> dict[str, list[float]]:
+def measure(node: Node, name: str, root: Path, rounds: int, label: str) -> dict[str, list[float]]:
     """The seconds of every row, once for each round."""
     found: dict[str, list[float]] = {row: [] for row in ROWS}
-    tar = "application/vnd.oci.image.layer.v1.tar"
     for number in range(rounds):
-        found[ROWS[0]].append(timed(node, "ctr", "snapshots", "diff", "large"))
-        found[ROWS[1]].append(timed(node, "ctr", "snapshots", "diff", "--media-type", tar, "large"))
+        found[ROWS[0]].append(timed(node, "ctr", "snapshots", "diff", name))
+        found[ROWS[1]].append(timed(node, "ctr", "snapshots", "diff", "--media-type", TAR, name))
         (root / "run/measuring").unlink()
-        while not (root / "run/measuring").exists():
-            time.sleep(0.01)
-        reference = f"bench/{label}:{number}"
-        found[ROWS[2]].append(timed(node, "ctr", "containers", "checkpoint", "--task", "--rw", "large", reference))
+        wait(root / "run/measuring")
+        reference = f"bench/{name}-{label}:{number}"
+        found[ROWS[2]].append(timed(node, "ctr", "containers", "checkpoint", "--task", "--rw", name, reference))
         time.sleep(0.1)
         found[ROWS[3]].append(float((root / "run/longest").read_text()))
     return found
 
 
+def large(node: Node, reference: str, mib: int, rounds: int) -> None:
+    """Print how long one large file takes as a layer, by the differ's own count, and as a copy on the disk."""
+    root = start(node, reference, "huge", LARGE.replace("MIB", str(mib)))
+    while not (root / "large").exists() or (root / "large").stat().st_size < mib << 20:
+        time.sleep(0.2)
+    upper = next(path.parent for path in node.path(f"{SNAPSHOTS}/snapshots").glob("*/fs/large"))
+    inside = f"{SNAPSHOTS}/snapshots/{upper.parent.name}/fs"
+    copies, layers = [], []
+    for _ in range(rounds):
+        began = time.monotonic()
+        node.exec(["sh", "-c", COPY, "sh", inside, f"{SNAPSHOTS}/copy"], timeout=600)
+        node.exec(["sync", "-f", SNAPSHOTS], timeout=600)
+        copies.append(time.monotonic() - began)
+        node.exec(["rm", "-rf", f"{SNAPSHOTS}/copy"])
+        node.exec(["sh", "-c", f"ctr snapshots diff --media-type {TAR} huge >/dev/null"], timeout=600)
+        said = (node.logs / "differ.log").read_text().split()
+        layers.append(float(said[-2]))
+        node.ctr("content", "delete", next(word for word in reversed(said) if word.startswith("sha256:")).strip(","))
+    copy, layer = statistics.median(copies), statistics.median(layers)
+    print(f"one file of {mib} MiB: copied and synced {copy:.1f} s, uncompressed layer {layer:.1f} s")
+
+
+def bench(stack: str, arguments: argparse.Namespace, scratch: Path) -> None:
+    """Measure one stack, and print."""
+    with Node.up(stack_name=stack) as node:
+        reference = image_of(node, arguments.entries, scratch)
+        roots = {}
+        for files in arguments.files:
+            program = PROGRAM.replace("FILES", str(files)).replace("SIZE", str(arguments.size))
+            roots[files] = start(node, reference, f"wrote-{files}", program)
+        for root in roots.values():
+            wait(root / "run/longest")
+        load = os.getloadavg()[0]
+        walking, ours = {}, {}
+        for files, root in roots.items():
+            walking[files] = measure(node, f"wrote-{files}", root, arguments.rounds, "walking")
+        node.use_differ("--gzip-level", str(arguments.gzip_level))
+        node.restart_containerd()
+        for files, root in roots.items():
+            ours[files] = measure(node, f"wrote-{files}", root, arguments.rounds, "ours")
+        print(
+            f"stack {stack}, image of {arguments.entries} entries, {arguments.rounds} rounds, medians, gzip level "
+            f"{arguments.gzip_level}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores"
+        )
+        for files in arguments.files:
+            print(f"{f'{files} files of {arguments.size} bytes written':36} {'walking':>10} {'fermata':>10}")
+            for row in ROWS:
+                one, other = statistics.median(walking[files][row]), statistics.median(ours[files][row])
+                print(f"{row:36} {one:8.3f} s {other:8.3f} s   {one / other:6.1f} times as fast", flush=True)
+        if arguments.large:
+            large(node, reference, arguments.large, arguments.rounds)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stack", default="sid")
+    parser.add_argument("--stack", nargs="+", default=["sid"], help="one or more (default: sid)")
     parser.add_argument("--entries", type=int, default=200_000, help="entries of the image (default: %(default)s)")
-    parser.add_argument("--files", type=int, default=200, help="files that the container wrote (default: %(default)s)")
+    parser.add_argument("--files", type=int, nargs="+", default=[200], help="files a container wrote (default: 200)")
     parser.add_argument("--size", type=int, default=19_456, help="bytes of each (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gzip-level", type=int, default=1, help="fermata-differ's (default: %(default)s)")
+    parser.add_argument("--large", type=int, default=0, help="MiB of one large file beside a copy (default: none)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, Node.up(stack_name=arguments.stack) as node:
-        reference = image_of(node, arguments.entries, Path(scratch))
-        root = start(node, reference, arguments.files, arguments.size)
-        walking = measure(node, root, arguments.rounds, "walking")
-        node.use_differ("--gzip-level", str(arguments.gzip_level))
-        node.restart_containerd()
-        ours = measure(node, root, arguments.rounds, "ours")
-    print(
-        f"image of {arguments.entries} entries, {arguments.files} files of {arguments.size} bytes written, "
-        f"{arguments.rounds} rounds, medians, stack {arguments.stack}, gzip level {arguments.gzip_level}"
-    )
-    print(f"{'':36} {'walking':>10} {'fermata':>10}")
-    for row in ROWS:
-        one, other = statistics.median(walking[row]), statistics.median(ours[row])
-        print(f"{row:36} {one:8.3f} s {other:8.3f} s   {one / other:6.1f} times as fast")
+    for stack in arguments.stack:
+        with tempfile.TemporaryDirectory() as scratch:
+            bench(stack, arguments, Path(scratch))
 
 
 if __name__ == "__main__":
