@@ -11,7 +11,7 @@ SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
 VENV = .venv
 # Another minor version of ruff may format or check otherwise.
-TOOLS = pytest pytest-timeout pytest-rerunfailures hypothesis protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema
+TOOLS = pytest pytest-timeout pytest-rerunfailures hypothesis prometheus-client protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema pyyaml
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg \
   zstd:zstd umoci:umoci skopeo:skopeo mkfs.xfs:xfsprogs chattr:e2fsprogs
@@ -67,7 +67,7 @@ install:
 	for unit in socket service; do \
 	  sed 's|/usr/local|$(PREFIX)|' packaging/systemd/fermata-differ.$$unit >$(UNITS)/fermata-differ.$$unit || exit 1; \
 	done
-	for file in packaging/containerd/*.toml packaging/kubernetes/*.yaml; do \
+	for file in packaging/containerd/*.toml packaging/kubernetes/* packaging/tmpfiles/huge-pages.conf packaging/modprobe/*; do \
 	  sed 's|/usr/local|$(PREFIX)|' $$file >$(SHARE)/$${file##*/} || exit 1; \
 	done
 

@@ -73,15 +73,6 @@ License: Apache-2.0
 """
 # Another Python means other compiled files.
 TRIGGERS = "interest-noawait /usr/bin/python3\n"
-TMPFILES = """# fermata's directories. Snapshots and logs hold what was in a container's memory: they are root's alone.
-d /run/fermata 0700 root root -
-d /var/log/fermata 0700 root root -
-"""
-# Not switched on by the package: it concerns every program of the node.
-HUGE_PAGES = """# Transparent huge pages for those who ask (with an NVIDIA driver: always), as `fermata doctor` says.
-# To use it: cp /usr/share/fermata/huge-pages.conf /etc/tmpfiles.d/ && systemd-tmpfiles --create
-w /sys/kernel/mm/transparent_hugepage/enabled - - - - madvise
-"""
 
 
 def main(out: Path) -> Path:
@@ -102,8 +93,7 @@ def _fill(root: Path) -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
     argv = ["make", "--silent", "--no-print-directory", "-C", str(PROJECT), "install", f"DESTDIR={root}", "PREFIX=/usr"]
     subprocess.run(argv, check=True, timeout=120, env=env)
-    _write(root, "usr/lib/tmpfiles.d/fermata.conf", TMPFILES)
-    _write(root, "usr/share/fermata/huge-pages.conf", HUGE_PAGES)
+    _write(root, "usr/lib/tmpfiles.d/fermata.conf", (PROJECT / "packaging/tmpfiles/fermata.conf").read_text())
     for source in sorted((PROJECT / "docs").glob("*.md")):
         _write(root, f"usr/share/doc/fermata/{source.name}", source.read_text())
     _write(root, "usr/share/doc/fermata/copyright", COPYRIGHT)
