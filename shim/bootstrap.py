@@ -260,6 +260,11 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
         for ignored in (_signal.SIGHUP, _signal.SIGINT, _signal.SIGPIPE):
             _signal.signal(ignored, _signal.SIG_IGN)
         runc.adjust_oom_score()
+        if settings.metrics_textfile and not os.path.exists(settings.metrics_textfile):
+            # Once after a boot: what is counted is there at 0, so that its first increase is one.
+            from shim import account
+
+            account.count(settings.metrics_textfile, [], log)
         shim = SnapshotShim(stock_path, settings, log, namespace, our_path)
         gc.collect()
         gc.freeze()

@@ -30,6 +30,7 @@ COMMANDS = {
     "ls": ("shim.inspect", "list the snapshots in a directory"),
     "rm": ("shim.inspect", "remove snapshots"),
     "doctor": ("shim.doctor", "say what this node needs to take and restore snapshots"),
+    "metrics": ("shim.metrics", "print counts and times of takes and restores in Prometheus' text format"),
     "flush-locks": ("shim.lockrules", "remove the packet filter rules that a dead CRIU left in a network namespace"),
     "park": ("shim.parking", "move the GPU state of a container's processes to host memory"),
     "unpark": ("shim.parking", "move parked GPU state back to the GPU"),

@@ -118,6 +118,14 @@ SETTINGS = (
     Setting(
         "gpu", "move_timeout", "gpu_move_timeout", 600, "Seconds after which a step that moves GPU state has failed."
     ),
+    Setting(
+        "metrics",
+        "textfile",
+        "metrics_textfile",
+        "/run/fermata-metrics/fermata.prom",
+        "Path of the file with counts and times in Prometheus' text format, such as "
+        "/var/lib/prometheus/node-exporter/fermata.prom, in a directory that is there; an empty text for none.",
+    ),
 )
 
 
@@ -135,6 +143,7 @@ class Config:
     gpu_libcuda: str | None
     gpu_lock_timeout: int
     gpu_move_timeout: int
+    metrics_textfile: str
 
     def __init__(self) -> None:
         for setting in SETTINGS:

@@ -9,6 +9,7 @@ import pytest
 from node.stack import PROJECT
 from shim.bundle import _VALUES, RESTORE_FROM
 from shim.cli import COMMANDS
+from shim.metrics import FAMILIES
 
 PAGES = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
 
@@ -49,3 +50,20 @@ def test_the_two_versions_of_containerds_configuration_say_the_same():
     new, old = ((folder / f"fermata-v{version}.toml").read_text() for version in (3, 2))
     tables = new.replace("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri").partition("version = 3")[2]
     assert tables in old.partition("version = 2")[2]
+
+
+def test_the_page_on_observability_has_every_metric_with_its_type():
+    text = (PROJECT / "docs/observability.md").read_text()
+    rows = dict(re.findall(r"^\| `(fermata_\w+)` \| (\w+) \|", text, re.MULTILINE))
+    assert rows == {name: family.kind for name, family in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("name", ["docs/observability.md", "packaging/prometheus/fermata-alerts.yaml"])
+def test_queries_and_alerts_ask_for_metrics_that_there_are(name):
+    samples = set(FAMILIES)
+    for metric, family in FAMILIES.items():
+        if family.kind in ("histogram", "summary"):
+            samples |= {f"{metric}_sum", f"{metric}_count"} | ({f"{metric}_bucket"} if family.buckets else set())
+    asked = set(re.findall(r"\bfermata_[a-z_]+\b", (PROJECT / name).read_text()))
+    assert asked <= samples
+    assert len(asked) >= 8
