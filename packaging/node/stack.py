@@ -30,6 +30,7 @@ COMMON = (
     "python3",
     "python3-grpcio",  # the command `fermata` speaks to containerd with it; the shim itself needs no package
     "libisal2",  # gzip for fermata-differ
+    "systemd",  # for the tests of its units: see booted.py. A node does without
     "ca-certificates",
     "containerd",
     "containernetworking-plugins",  # pods have a network of their own: see tests/node/test_cri.py
