@@ -119,6 +119,39 @@ SETTINGS = (
         "gpu", "move_timeout", "gpu_move_timeout", 600, "Seconds after which a step that moves GPU state has failed."
     ),
     Setting(
+        "weights",
+        "directory",
+        "weights_directory",
+        "/var/lib/fermata/weights",
+        "Absolute path of the directory for weights that programs keep out of their snapshots. On a disk they outlive "
+        "a reboot; a directory on a tmpfs or a hugetlbfs is faster and costs memory: docs/weights.md has the prices.",
+    ),
+    Setting(
+        "weights",
+        "limit",
+        "weights_limit",
+        0,
+        "Bytes that the directory may hold; 0 for what its file system holds. A take that would exceed it has the "
+        "weights in its snapshot.",
+    ),
+    Setting(
+        "weights",
+        "timeout",
+        "weights_timeout",
+        300,
+        "Seconds for a container's programs to bring what they are doing to an end and to write their weights before "
+        "a dump, and again to read them after it or at a restore.",
+    ),
+    Setting(
+        "weights",
+        "read",
+        "weights_read",
+        "cached",
+        "How weights are read from a disk: through the page cache (`cached`), which the next restore finds warm, or "
+        "past it (`direct`), which keeps memory free.",
+        choices=("cached", "direct"),
+    ),
+    Setting(
         "metrics",
         "textfile",
         "metrics_textfile",
@@ -143,6 +176,10 @@ class Config:
     gpu_libcuda: str | None
     gpu_lock_timeout: int
     gpu_move_timeout: int
+    weights_directory: str
+    weights_limit: int
+    weights_timeout: int
+    weights_read: str
     metrics_textfile: str
 
     def __init__(self) -> None:
