@@ -1,0 +1,861 @@
+"""Programs in a container that keep their weights out of its snapshot: the channel to them, and the steps through it.
+
+A program that uses the library `fermata` listens at /run/fermata/<its pid>.sock, on a tmpfs of the container's own. The
+shim looks for these sockets through /proc/<pid>/root, never out of the container, and speaks first: a message is one
+JSON object on one line, descriptors travel with the first byte of the message that says how many they are ("fds").
+
+    status                                        is the program ready?
+    prepare, packs, written, release, released    before a dump: the weights go into files of the store, then away
+    restored, armed, go, back                     after a dump or a restore: they come back
+
+Whatever fails before the release costs nothing: the program goes on with its weights, which are in the snapshot then.
+What a program says is never trusted: its digests are checked against the bytes, and each wait has a limit.
+"""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import os
+import stat
+import struct
+import time
+
+from shim import task, weights
+from shim.errors import FAILED_PRECONDITION, NOT_FOUND, ShimError
+from shim.parking import Tree
+from shim.ttrpc import Response
+from shim.wire import Message
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from typing import Any, TypeVar
+
+    from shim.config import Config
+    from shim.log import Log
+    from shim.snapshot import Container
+    from shim.weights import Pack
+
+    T = TypeVar("T")
+
+SERVICE = "fermata.v1.Guest"
+PROTOCOL = 1
+OUT, INSIDE, NONE = "out", "inside", "none"
+"""What became of the weights, in fermata.json: out of the snapshot, in it, or no program that has any was there."""
+
+LINE_LIMIT = 16 << 20
+_MOST_LISTENERS, _MOST_PACKS = 256, 250
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 30
+_HANG_UP = 5.0  # seconds for a program to close its end of a connection
+_LOOK = 5.0  # seconds for a look into the container
+_STATUS = 1.0
+# openat2(2)
+_SYS_OPENAT2, _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 437, 0x02, 0x10
+
+
+class Status(Message):
+    """The answer of `Status`: whether a program in the container has said that it is ready, and what is known."""
+
+    FIELDS = {1: ("ready", bool), 2: ("text", str)}
+    ready: bool
+    text: str
+
+
+# The channel ------------------------------------------------------------------------------------------------------
+
+
+class ChannelError(ShimError):
+    """A program did not answer, or not as it should."""
+
+
+class Gone(ChannelError):
+    """A program has ended."""
+
+
+class Listener:
+    """A socket of a program: its pid in the container, and a descriptor of the socket's name (O_PATH)."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self.fd = fd
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.fd)
+
+
+def listeners(root: str) -> list[Listener]:
+    """The sockets in /run/fermata below a container's root, such as /proc/<pid>/root; none where there are none.
+
+    Links in the container lead to what is in the container, and a link in the place of a socket nowhere. Raises
+    ShimError when that takes too long: a container may have mounted a file system that does not answer.
+    """
+    return _in_time(_LOOK, lambda: _look(root), "the container's /run/fermata does not answer")
+
+
+def _look(root: str) -> list[Listener]:
+    found: list[Listener] = []
+    try:
+        top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return found  # it has ended
+    try:
+        folder = _open_below(top, weights.MOUNT_POINT.lstrip("/"))
+    except OSError:
+        return found
+    finally:
+        os.close(top)
+    try:
+        device = os.fstat(folder).st_dev
+        for name in sorted(os.listdir(folder))[:_MOST_LISTENERS]:
+            digits, _, suffix = name.partition(".")
+            if suffix != "sock" or not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
+                continue
+            try:
+                fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            except OSError:
+                continue  # it has ended meanwhile
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode) and status.st_dev == device:
+                found.append(Listener(int(digits), fd))
+            else:
+                os.close(fd)
+    finally:
+        os.close(folder)
+    return found
+
+
+def _open_below(top: int, path: str) -> int:
+    """Open a directory for which `top` is the root, whatever links there are on the way. Raises OSError."""
+    import ctypes
+
+    # struct open_how: flags, mode, resolve
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    how = (ctypes.c_uint64 * 3)(flags, 0, _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS)
+    return weights.system_call(_SYS_OPENAT2, top, ctypes.c_char_p(os.fsencode(path)), how, 24)
+
+
+def _in_time(limit: float, work: Callable[[], T], what: str) -> T:
+    """What `work` returns or raises, in a thread that is left alone when it does not come back. Raises ShimError."""
+    results: list[T] = []
+    failures: list[Exception] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            failures.append(error)
+        finally:
+            done.release()
+
+    _thread.start_new_thread(run, ())
+    if not done.acquire(timeout=limit):
+        raise ShimError(f"{what} within {limit:g} s")
+    if failures:
+        raise failures[0]
+    return results[0]
+
+
+class Channel:
+    """A connection to a program. Raises ChannelError, Gone when nobody listens; every wait ends at `until`."""
+
+    def __init__(self, listener: Listener, until: float) -> None:
+        self.pid = listener.pid
+        self._buffer = bytearray()
+        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        try:
+            while True:
+                self._patient(until)
+                try:
+                    self._sock.connect(f"/proc/self/fd/{listener.fd}")
+                    return
+                except BlockingIOError:  # others wait to be accepted
+                    time.sleep(0.01)
+        except OSError as error:
+            self._sock.close()
+            if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):
+                raise Gone(f"{self} has ended") from error
+            raise ChannelError(f"{self} cannot be reached: {error}") from error
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def __str__(self) -> str:
+        return f"process {self.pid} of the container"
+
+    def _patient(self, until: float) -> None:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise ChannelError(f"{self} does not answer: its time is over ([weights] timeout)")
+        self._sock.settimeout(left)
+
+    def send(self, message: dict[str, Any], until: float, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with descriptors."""
+        import json
+
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            self._patient(until)
+            if descriptors:
+                packed = struct.pack(f"={len(descriptors)}i", *descriptors)
+                sent = self._sock.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, packed)])
+                data = data[sent:]
+            while data:
+                self._patient(until)
+                data = data[self._sock.send(data) :]
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def receive(self, until: float) -> dict[str, Any]:
+        """The next message. Descriptors that come with it are closed by the kernel: nobody asks for any."""
+        import json
+
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > LINE_LIMIT:
+                raise ChannelError(f"{self} answers with a line of more than {LINE_LIMIT >> 20} MiB")
+            try:
+                self._patient(until)
+                data = self._sock.recv(1 << 18)
+            except OSError as error:
+                raise self._broken(error) from error
+            if not data:
+                raise ChannelError(f"{self} has ended, or hung up")
+            self._buffer += data
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ChannelError(f"{self} answers with something that is no JSON") from error
+        if not isinstance(message, dict):
+            raise ChannelError(f"{self} answers with something that is no object")
+        if "error" in message:
+            raise ChannelError(f"{self}: {plain(message['error'])}")
+        return message
+
+    def _broken(self, error: OSError) -> ChannelError:
+        if isinstance(error, TimeoutError):
+            return ChannelError(f"{self} does not answer in time ([weights] timeout)")
+        return ChannelError(f"{self} has ended, or hung up: {error.strerror}")
+
+    def expect(self, key: str, until: float) -> dict[str, Any]:
+        """The next message, which must have a key."""
+        message = self.receive(until)
+        if key not in message:
+            raise ChannelError(f"{self} does not say {key!r}")
+        return message
+
+    def hang_up(self) -> None:
+        """Wait until the other end has closed too, so that no half of a connection is in a dump, and close."""
+        try:
+            self._sock.settimeout(_HANG_UP)
+            while self._sock.recv(1 << 16):
+                pass
+        except OSError:
+            pass  # the dump says what it thinks of a connection that is still there
+        self.close()
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        self._sock.close()
+
+
+def plain(text: object) -> str:
+    """What a program says, as it can stand in a log or on a terminal."""
+    shown = "".join(c if c.isprintable() else " " for c in str(text)[:1000])
+    return shown if len(shown) < 1000 else f"{shown}…"
+
+
+def packs_of(channel: Channel, message: dict[str, Any]) -> list[Pack]:
+    """The packs that a program describes. Raises ChannelError for what makes no sense."""
+    packs = message.get("packs")
+    if not isinstance(packs, list) or len(packs) > _MOST_PACKS:
+        raise ChannelError(f"{channel} does not describe its weights in at most {_MOST_PACKS} packs")
+    return [_pack(channel, pack) for pack in packs]
+
+
+def _pack(channel: Channel, given: object) -> Pack:
+    described = given if isinstance(given, dict) else {}
+    size, chunk, chunks = (described.get(key) for key in ("bytes", "chunk", "chunks"))
+    if (
+        type(size) is not int
+        or type(chunk) is not int
+        or not isinstance(chunks, list)
+        or not (0 < size < 1 << 62 and _SMALLEST_CHUNK <= chunk <= _LARGEST_CHUNK and chunk % 4096 == 0)
+        or len(chunks) != -(-size // chunk)
+        or not all(weights.is_digest(digest) for digest in chunks)
+    ):
+        raise ChannelError(f"{channel} describes its weights in a way that makes no sense")
+    pack = weights.Pack(plain(described.get("name") or "")[:200], size, chunk, chunks)
+    if described.get("digest") != f"sha256:{pack.digest}":
+        raise ChannelError(f"{channel} names its weights by a digest that is not theirs")
+    return pack
+
+
+# A take -----------------------------------------------------------------------------------------------------------
+
+
+class _Process:
+    """A program in a take."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.pid = channel.pid
+        self.packs: list[Pack] = []
+        self.released = False  # from the moment at which it was told to
+
+
+class Taking:
+    """One take of a container whose programs keep weights out: `dump` around the dump, `record` for fermata.json.
+
+    To be closed (`with`) once the snapshot is there, or is not: its references to weights go with it then.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        call: Callable[[str, bytes], bytes],
+        config: Config,
+        log: Log,
+        directory: str,
+    ) -> None:
+        self._container = container
+        self._tree = Tree(container.state.id, call)
+        self._call = call
+        self._config = config
+        self._log = log
+        self._directory = directory
+        self._token = os.urandom(16).hex()
+        self._processes: list[_Process] = []
+        self._held = weights.Held()
+        self._store: weights.Store | None = None
+        self._mount: weights.Mount | None = None
+        self._drafts: dict[str, weights.Draft] = {}
+        self._new: set[str] = set()  # what this take has brought into the store
+        self._referred: set[str] = set()
+        self._synced: _Background | None = None
+        self._failure: ShimError | None = None  # a program that could not have its weights back
+        self.outcome = INSIDE
+        self.reason: str | None = None
+        self.steps: dict[str, float] = {}
+
+    # Around the dump ---------------------------------------------------------------------------------------------
+
+    def dump(self, dump: Callable[[], Response], *, exits: bool) -> Response:
+        """Have the programs let go of their weights, call `dump`, and give them back unless that ended the container.
+
+        A paused container is resumed for it, since a frozen program cannot answer, and paused again. Where the weights
+        cannot leave they are dumped with all else. Raises ShimError, for a program that cannot have them back too.
+        """
+        paused = self._tree.paused()
+        if paused:
+            self._tree.resume()
+        ended = False
+        try:
+            self._take_out()
+            try:
+                response = dump()
+                ended = exits and response.ok
+            finally:
+                if not ended:
+                    self._give_back()
+            return response
+        finally:
+            if paused and not ended:
+                self._pause_again()
+
+    def checked(self, response: Response) -> Response:
+        """The take's answer. Raises ShimError when the container, though left running, has lost its weights."""
+        if response.ok and self._failure is not None:
+            raise ShimError(f"the snapshot in {self._directory} is complete, but {self._failure}", FAILED_PRECONDITION)
+        return response
+
+    def _pause_again(self) -> None:
+        try:
+            self._tree.pause()
+        except ShimError as error:  # it has ended, perhaps
+            self._log("warning", "the container is not paused again", container=self._tree.id, error=error)
+
+    def _take_out(self) -> None:
+        until = time.monotonic() + self._config.weights_timeout
+        try:
+            self._timed("guest_prepare", self._prepare, until)
+            if not self._processes:
+                self._stay_inside(
+                    "no program in the container listens at /run/fermata: it does not use the library, or has not yet",
+                    NONE,
+                )
+                return
+            self._timed("guest_write", self._write, until)
+            self._timed("guest_release", self._release, until)
+        except (ShimError, OSError) as error:
+            self._stay_inside(str(error), INSIDE)
+            self._give_back()
+            if self._failure is not None:
+                raise self._failure from error
+            return
+        self.outcome = OUT
+        self._log(
+            "info",
+            "weights are kept out of the snapshot",
+            container=self._tree.id,
+            processes=len(self._processes),
+            bytes=sum(pack.size for process in self._processes for pack in process.packs),
+            written=sum(draft.pack.size for draft in self._drafts.values()),
+        )
+
+    def _timed(self, step: str, work: Callable[[float], None], until: float) -> None:
+        began = time.monotonic()
+        try:
+            work(until)
+        finally:
+            self.steps[step] = time.monotonic() - began
+
+    def _stay_inside(self, reason: str, outcome: str) -> None:
+        self.outcome, self.reason = outcome, reason
+        self._log("error", "the weights are in the snapshot", container=self._tree.id, reason=reason)
+        for process in self._processes:
+            process.channel.close()  # which tells one that has not been released yet to go on
+        self._close_drafts()
+
+    def _init_root(self) -> str:
+        return root_of(self._tree.id, self._call)
+
+    def _prepare(self, until: float) -> None:
+        silence = self._config.weights_timeout + self._config.gpu_move_timeout + 60
+        for channel in connect_all(self._init_root(), until):
+            self._processes.append(_Process(channel))
+        for process in self._processes:
+            seconds = max(until - time.monotonic(), 0.1)
+            process.channel.send(
+                {"protocol": PROTOCOL, "step": "prepare", "seconds": round(seconds, 3), "silence": silence}, until
+            )
+        for process in self._processes:
+            process.packs = packs_of(process.channel, process.channel.expect("packs", until))
+
+    def _write(self, until: float) -> None:
+        store = self._store = weights.Store(self._config.weights_directory, limit=self._config.weights_limit)
+        wanted = {pack.digest: pack for process in self._processes for pack in process.packs}
+        for digest in wanted:
+            store.hold(self._held, digest)
+        lacking = {digest: pack for digest, pack in wanted.items() if not store.has(pack)}
+        if lacking:
+            store.make_room(sum(store.rounded(pack.size) for pack in lacking.values()))
+            self._mount = weights.Mount(store.directory, read_only=False)
+        by = "mmap" if store.kind == "hugetlbfs" else "write"
+        for process in self._processes:
+            answers: list[dict[str, Any]] = []
+            drafts = []
+            for pack in process.packs:
+                write = pack.digest in lacking and pack.digest not in self._drafts
+                if write:
+                    assert self._mount is not None
+                    draft = self._drafts[pack.digest] = weights.Draft(store, self._mount, pack)
+                    drafts.append(draft)
+                answers.append({"write": True, "by": by} if write else {"write": False})
+            descriptors = [draft.fd for draft in drafts if draft.fd is not None]
+            process.channel.send({"packs": answers, "fds": len(descriptors)}, until, descriptors)
+            for draft in drafts:
+                draft.handed_over()
+        for process in self._processes:
+            process.channel.expect("written", until)
+        if self._mount is not None:
+            store.settle(self._mount, self._drafts.values(), self._new)
+            self._close_drafts()
+            self._synced = _Background(lambda: store.sync(self._new))
+
+    def _release(self, until: float) -> None:
+        for process in self._processes:
+            process.released = True
+            process.channel.send({"release": True}, until)
+        for process in self._processes:
+            answer = process.channel.expect("released", until)
+            process.channel.hang_up()
+            for note in answer["notes"] if isinstance(answer.get("notes"), list) else ():
+                self._log("info", "of a program", container=self._tree.id, process=process.pid, note=plain(note))
+
+    def _give_back(self) -> None:
+        """To every program that is without its weights. What fails is kept for `checked`."""
+        out = [process for process in self._processes if process.released]
+        self._processes = self._processes if self.outcome == OUT else []
+        if not out or self._store is None:
+            return
+        began = time.monotonic()
+        back = Returning(
+            self._tree.id,
+            [(process.pid, [pack.digest for pack in process.packs]) for process in out],
+            self._store,
+            self._config,
+            new=False,
+        )
+        try:
+            back.arm(self._init_root())
+            back.go()
+        except (ShimError, OSError) as error:
+            self._failure = ShimError(f"its weights could not be given back to container {self._tree.id}: {error}")
+            self._log("error", "weights are lost", container=self._tree.id, error=error)
+        finally:
+            back.close()
+            for process in out:
+                process.released = False
+        for pid in back.gone:
+            self._log("warning", "a program ended before it had its weights back", container=self._tree.id, process=pid)
+        self.steps["guest_back"] = time.monotonic() - began
+
+    # The snapshot ------------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """What fermata.json says of the weights; the references to them are there then, and their bytes on disk.
+
+        Raises OSError.
+        """
+        processes = []
+        if self.outcome == OUT:
+            if self._synced is not None:
+                self._synced.wait()
+            for process in self._processes:
+                # One that ended before the dump is not in it.
+                if os.path.lexists(f"{self._directory}/core-{process.pid}.img"):
+                    processes.append(process)
+            self._refer({pack.digest for process in processes for pack in process.packs})
+        return {
+            "outcome": self.outcome,
+            "reason": self.reason,
+            "token": self._token,
+            "processes": [
+                {
+                    "pid": process.pid,
+                    "packs": [
+                        {"name": pack.name, "digest": f"sha256:{pack.digest}", "bytes": pack.size}
+                        for pack in process.packs
+                    ],
+                }
+                for process in processes
+            ],
+            "seconds": {name.removeprefix("guest_"): round(took, 6) for name, took in self.steps.items()},
+        }
+
+    def _refer(self, digests: set[str]) -> None:
+        assert self._store is not None
+        for digest in digests - self._referred:
+            self._store.refer(digest, self._reference, os.path.realpath(self._directory))
+            self._referred.add(digest)
+
+    @property
+    def _reference(self) -> str:
+        return weights.reference(self._directory, self._token)
+
+    def __enter__(self) -> Taking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from shim import manifest as manifests
+
+        for process in self._processes:
+            process.channel.close()
+        self._close_drafts()
+        if self._synced is not None:
+            self._synced.finish()
+        there = any(os.path.lexists(f"{self._directory}/{name}") for name in (manifests.NAME, manifests.STAGED))
+        self._held.close()
+        if self._store is None:
+            return
+        try:
+            for digest in () if there else self._referred:
+                self._store.drop(digest, self._reference)
+            for digest in self._new:
+                self._store.remove(digest)  # which leaves what a snapshot refers to
+        except OSError as error:
+            self._log("warning", "weights stay that no snapshot needs", container=self._tree.id, error=error)
+
+    def _close_drafts(self) -> None:
+        for draft in self._drafts.values():
+            draft.close()
+        mount, self._mount = self._mount, None
+        if mount is not None:
+            mount.close()
+
+
+class _Background:
+    """Work in a thread of its own, beside something else that takes long."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
+        _thread.start_new_thread(self._run, ())
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._done.release()
+
+    def finish(self) -> None:
+        """Wait for its end, whatever it is."""
+        with self._done:
+            pass
+
+    def wait(self) -> None:
+        """Wait for its end. Raises what the work raised."""
+        self.finish()
+        if self._error is not None:
+            raise self._error
+
+
+def connect_all(root: str, until: float) -> list[Channel]:
+    """A connection to every program of a container that listens. Raises ShimError."""
+    channels: list[Channel] = []
+    found = listeners(root)
+    try:
+        for listener in found:
+            try:
+                channels.append(Channel(listener, until))
+            except Gone:
+                continue  # what is left of a process that has ended
+    except BaseException:
+        for channel in channels:
+            channel.close()
+        raise
+    finally:
+        for listener in found:
+            listener.close()
+    return channels
+
+
+def root_of(container_id: str, call: Callable[[str, bytes], bytes]) -> str:
+    """The root directory of a container as seen from here. Raises ShimError."""
+    answer = task.StateResponse.decode(call("State", task.ExecRequest(id=container_id).encode()))
+    if not answer.pid:
+        raise ShimError(f"container {container_id} does not run", FAILED_PRECONDITION)
+    return f"/proc/{answer.pid}/root"
+
+
+# Back -------------------------------------------------------------------------------------------------------------
+
+
+class Returning:
+    """Weights on their way back to the programs of a container: `arm`, then `go`, then `close`.
+
+    `wanted` has the pid in the container and the digests of each program, in the order in which it described them.
+    """
+
+    def __init__(
+        self,
+        container_id: str,
+        wanted: Iterable[tuple[int, list[str]]],
+        store: weights.Store,
+        config: Config,
+        *,
+        new: bool,
+    ) -> None:
+        self._id = container_id
+        self._wanted = dict(wanted)
+        self._store = store
+        self._new = new
+        self._direct = config.weights_read == "direct" and not store.in_memory
+        self._limit = config.weights_timeout
+        self._until = 0.0
+        self._channels: list[Channel] = []
+        self.gone: list[int] = []
+        """After `arm`, of a container that is not new: the programs that have ended."""
+
+    def arm(self, root: str) -> None:
+        """Tell every program that its weights are there, and wait until it is ready to take them.
+
+        Raises ShimError, OSError.
+        """
+        self._until = time.monotonic() + self._limit
+        found = {listener.pid: listener for listener in listeners(root)}
+        try:
+            for pid, digests in self._wanted.items():
+                try:
+                    if pid not in found:
+                        raise Gone(f"process {pid} of the container does not listen")
+                    channel = Channel(found[pid], self._until)
+                except Gone:
+                    if self._new:
+                        raise
+                    self.gone.append(pid)
+                    continue
+                self._channels.append(channel)
+                self._send(channel, digests)
+        finally:
+            for listener in found.values():
+                listener.close()
+        for channel in self._channels:
+            channel.expect("armed", self._until)
+
+    def _send(self, channel: Channel, digests: list[str]) -> None:
+        mount = weights.Mount(self._store.directory, read_only=True)
+        descriptors: list[int] = []
+        try:
+            described = []
+            for digest in digests:
+                fd, direct = self._open(mount, digest)
+                descriptors.append(fd)
+                described.append({"digest": f"sha256:{digest}", "by": "read", "direct": direct})
+            seconds = max(self._until - time.monotonic(), 0.1)
+            message = {"protocol": PROTOCOL, "step": "restored", "seconds": round(seconds, 3), "new": self._new}
+            channel.send({**message, "packs": described, "fds": len(descriptors)}, self._until, descriptors)
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+            mount.close()
+
+    def _open(self, mount: weights.Mount, digest: str) -> tuple[int, bool]:
+        name = os.path.basename(self._store.path(digest))
+        if self._direct:
+            try:
+                return mount.open(name, os.O_RDONLY | os.O_DIRECT), True
+            except OSError:
+                pass  # a file system without it, or without the file, which is said next
+        return mount.open(name, os.O_RDONLY), False
+
+    def go(self) -> dict[str, float]:
+        """Have them take their weights, and wait until they have; the slowest one's seconds of each part.
+
+        Raises ShimError.
+        """
+        for channel in self._channels:
+            channel.send({"go": True}, self._until)
+        slowest: dict[str, float] = {}
+        for channel in self._channels:
+            answer = channel.expect("back", self._until)
+            channel.hang_up()
+            seconds = answer.get("seconds")
+            for name, took in seconds.items() if isinstance(seconds, dict) else ():
+                if isinstance(took, (int, float)):
+                    slowest[plain(name)[:40]] = max(slowest.get(plain(name)[:40], 0.0), float(took))
+        return slowest
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        for channel in self._channels:
+            channel.close()
+
+
+class Restoring:
+    """The weights of a snapshot that is being restored: held from the check on, read ahead, brought back at the end."""
+
+    def __init__(self, record: dict[str, Any], held: weights.Held, config: Config, log: Log, container_id: str) -> None:
+        self._record = record
+        self._held = held
+        self._config = config
+        self._log = log
+        self._id = container_id
+        self._store = weights.Store(config.weights_directory)
+        self._closed = False
+        if not self._store.in_memory and config.weights_read == "cached":
+            _thread.start_new_thread(self._read_ahead, ())
+
+    def _read_ahead(self) -> None:
+        """Bring what is on disk into the page cache while CRIU restores; nothing depends on it."""
+        step = 32 << 20
+        try:
+            for digest in self._held.digests:
+                with open(self._store.path(digest), "rb", buffering=0) as file:
+                    for at in range(0, os.fstat(file.fileno()).st_size, step):
+                        if self._closed:
+                            return
+                        os.posix_fadvise(file.fileno(), at, step, os.POSIX_FADV_WILLNEED)
+        except OSError as error:
+            self._log("warning", "weights cannot be read ahead", container=self._id, error=error)
+
+    def bring_back(self, pid: int, between: Callable[[], object]) -> None:
+        """Give every program its weights; `between` moves the GPU state back, for which they get ready meanwhile.
+
+        `pid` is the container's first process. Raises ShimError and what `between` raises: nothing may run on then.
+        """
+        wanted = [
+            (
+                int(process.get("pid") or 0),
+                [str(pack.get("digest")).removeprefix("sha256:") for pack in process.get("packs") or []],
+            )
+            for process in self._record.get("processes") or []
+        ]
+        back = Returning(self._id, wanted, self._store, self._config, new=True)
+        try:
+            back.arm(f"/proc/{pid}/root")
+            between()
+            slowest = back.go()
+        except OSError as error:
+            raise ShimError(f"the weights cannot be given back: {error}", FAILED_PRECONDITION) from error
+        finally:
+            back.close()
+        self._log(
+            "info", "weights are back", container=self._id, **{name: f"{took:.3f}" for name, took in slowest.items()}
+        )
+
+    def close(self) -> None:
+        """Let go of the weights. Idempotent."""
+        self._closed = True
+        self._held.close()
+
+
+def restoring(record: object, config: Config, log: Log, container_id: str, snapshot: str) -> Restoring | None:
+    """What brings a snapshot's weights back; None when they are in it. Raises ShimError."""
+    if not isinstance(record, dict) or record.get("outcome") != OUT:
+        return None
+    held = weights.hold(record, config, snapshot)
+    try:
+        return Restoring(record, held, config, log, container_id)
+    except BaseException:
+        held.close()
+        raise
+
+
+# Readiness --------------------------------------------------------------------------------------------------------
+
+
+def status(root: str) -> Status:
+    """Whether one of a container's programs has called `snapshot_ready`. Raises ShimError."""
+    until = time.monotonic() + _STATUS
+    channels = connect_all(root, until)
+    said = []
+    ready = False
+    for channel in channels:
+        try:
+            channel.send({"protocol": PROTOCOL, "step": "status"}, until)
+        except ChannelError:
+            continue
+    for channel in channels:
+        try:
+            answer = channel.receive(until)
+            ready = ready or answer.get("ready") is True
+            said.append(f"{channel} is {'ready' if answer.get('ready') is True else 'not ready'}")
+        except ChannelError as error:
+            said.append(str(error))
+        finally:
+            channel.close()
+    return Status(ready=ready, text="; ".join(said) or "no program in the container listens at /run/fermata")
+
+
+def wait_until_ready(namespace: str, container_id: str, seconds: float) -> None:
+    """Wait, through the shim, until a program of a container says that it is ready. Raises ShimError."""
+    from shim.client import Client
+    from shim.parking import daemon_socket
+
+    until = time.monotonic() + seconds
+    while True:
+        with Client(daemon_socket(namespace, container_id), "the container's shim") as client:
+            response = client.call(SERVICE, "Status", task.IdRequest(id=container_id).encode())
+        if response.status is not None and response.status.code:
+            raise ShimError(response.status.message, response.status.code)
+        answer = Status.decode(response.payload)
+        if answer.ready:
+            return
+        if time.monotonic() > until:
+            raise ShimError(f"{container_id} was not ready within {seconds:g} s: {answer.text}", FAILED_PRECONDITION)
+        time.sleep(0.1)
+
+
+def not_here(container_id: str) -> ShimError:
+    """What to answer when asked for a container of somebody else's."""
+    return ShimError(f"no container {container_id} here", NOT_FOUND)
