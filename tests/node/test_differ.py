@@ -22,8 +22,8 @@ import pytest
 
 from node import Node
 from node.containers import wait_for
+from tests.node.diffs import Diffs, Failed
 
-PROGRAM = Path(__file__).parent / "programs" / "diffs.py"
 UNCOMPRESSED = "containerd.io/uncompressed"
 TAR = "application/vnd.oci.image.layer.v1.tar"
 CONTENT = "/var/lib/containerd/io.containerd.content.v1.content"
@@ -74,48 +74,6 @@ block = " ".join(random.choices(words, k=150_000)).encode()
 with open("slow", "wb") as file:
     for _ in range(LENGTH): file.write(block)
 """
-
-
-class Diffs:
-    """The program in the node, and a way to talk to it."""
-
-    def __init__(self, node):
-        argv = ["python3", "-I", "-c", PROGRAM.read_text()]
-        self.process = node.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __getattr__(self, name):
-        return lambda *values, **named: self.ask(name, *values, **named)
-
-    def ask(self, do, *values, **named):
-        order = {
-            "layer": ("key", "program", "parent"),
-            "diff": ("key", "parent"),
-            "apply": ("key", "parent"),
-            "differences": ("one", "other"),
-            "remove": ("key",),
-            "labels": ("digest",),
-            "upper": ("key",),
-        }
-        request = {"do": do, **dict(zip(order.get(do, ()), values, strict=False)), **named}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, f"the program ended at {do}"
-        said = json.loads(answer)
-        if "code" in said:
-            raise Failed(said["code"], said["details"])
-        return said["is"]
-
-    def end(self):
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-class Failed(Exception):
-    def __init__(self, code, details):
-        super().__init__(f"{code}: {details}")
-        self.code = code
 
 
 @pytest.fixture(scope="module")
