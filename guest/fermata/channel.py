@@ -157,9 +157,7 @@ class Channel:
             files = _files_to_write(wanted.get("packs"), descriptors, len(packs))
             guest.write(files, deadline)
             connection.send({"written": True}, deadline)
-            received = connection.receive(deadline)
-            if received is None or received[0].get("release") is not True:
-                raise GuestError("the shim gave the snapshot up")
+            _expect(connection, "release", deadline)
         except BaseException as error:
             guest.undo()
             if isinstance(error, GuestError):
@@ -183,9 +181,7 @@ class Channel:
                 connection.send({"armed": True}, deadline)
                 coming.host()
                 waited = time.monotonic()
-                received = connection.receive(deadline)
-                if received is None or received[0].get("go") is not True:
-                    raise GuestError("the shim gave the restore up")
+                _expect(connection, "go", deadline)
                 coming.seconds["wait"] = time.monotonic() - waited
                 coming.gpu()
             finally:
@@ -254,6 +250,17 @@ def _files_to_read(packs: Any, descriptors: list[int]) -> dict[str, File]:
         else:
             files[str(pack.get("digest"))] = file
     return files
+
+
+def _expect(connection: Connection, word: str, deadline: float) -> None:
+    """Wait for the message that has this word."""
+    received = connection.receive(deadline)
+    if received is None:
+        raise GuestError(f"the shim gave up before its word to go on ({word})")
+    for descriptor in received[1]:
+        os.close(descriptor)
+    if received[0].get(word) is not True:
+        raise GuestError(f"the shim said something else than its word to go on ({word})")
 
 
 def _seconds(value: Any, otherwise: float) -> float:

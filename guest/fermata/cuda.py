@@ -157,8 +157,9 @@ def checked(pack: Pack, chunk: Chunk) -> Iterator[_Checked]:
 
 
 class Table:
-    """The coefficients on one device, and room for products: one for each thread, made here so that what is freed
-    afterwards is of the default stream, where the program can use it again.
+    """The coefficients on one device, and room for products, one for each thread.
+
+    It is made on the default stream, not on the threads' own, so that the program can use it again when it is freed.
     """
 
     def __init__(self, torch: Any, device: str, threads: int) -> None:
