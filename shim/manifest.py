@@ -55,18 +55,21 @@ class Manifest:
             raise ShimError(f"a fault in fermata itself: {NAME} would be unreadable: {wrong}", INTERNAL)
         sync_files(directory)
         draft = f"{directory}/.{NAME}.draft"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="utf-8") as file:
+        with open(draft, "w", encoding="utf-8", opener=_private) as file:
             json.dump(self.data, file, indent=2, ensure_ascii=False)
             file.write("\n")
             file.flush()
-            os.fsync(fd)
+            os.fsync(file.fileno())
         os.rename(draft, f"{directory}/{STAGED}")
 
     def write(self, directory: str) -> None:
         """Stage and publish. Raises OSError."""
         self.stage(directory)
         publish(directory)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def publish(directory: str) -> None:

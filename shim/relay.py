@@ -37,6 +37,12 @@ class Call:
         self.request = request
         self.began = time.monotonic()
 
+    @property
+    def deadline(self) -> float | None:
+        """When the client's time limit ends, by time.monotonic(); None when it set none."""
+        limit = self.request.timeout_nano
+        return self.began + limit / 1e9 if limit > 0 else None
+
     def remaining_nano(self) -> int:
         """What is left of the client's time limit in nanoseconds; 0 when it set none."""
         if self.request.timeout_nano <= 0:
@@ -207,6 +213,11 @@ class Relay:
             answer = ttrpc.Response.failure(error.code, str(error)).encode()
         except WireError as error:
             answer = ttrpc.Response.failure(INTERNAL, f"{method}: the request cannot be read: {error}").encode()
+        except OSError as error:
+            # What the node lacks: room, descriptors, a right, a directory.
+            about = f"{error.filename}: " if error.filename is not None else ""
+            self._log("error", f"{method} failed", error=error)
+            answer = ttrpc.Response.failure(INTERNAL, f"{method}: {about}{error.strerror or error}").encode()
         except BaseException as error:
             import traceback
 

@@ -255,7 +255,10 @@ class SnapshotShim(RuncShim):
                 note(f"unmounted {path}, which a killed runc left")
             return response
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
-        container.state.drop(unfinished.RECORD)
+        try:
+            container.state.drop(unfinished.RECORD)
+        except OSError as error:  # the container runs: only after a crash would it be cleaned up after too much
+            self.log("warning", "the record of the restore stays", container=request.id, error=error)
         timeline.step("criu")
         source, container.restore_source = container.restore_source, None
         applied, container.applied = container.applied, None
@@ -336,9 +339,22 @@ class SnapshotShim(RuncShim):
             )
         try:
             gpu = self._gpu(call, container)
+            # Without the client's time limit: at its end the stock shim would kill runc, and CRIU would finish the
+            # dump, and the container, with nobody to take the snapshot in. The take itself minds the limit.
+            patient = Call(
+                Request(service=call.request.service, method=call.request.method, metadata=call.request.metadata)
+            )
             # containerd 1.7 hands over an empty directory of its own, which it packs, unless the runtime is named runc.
-            take = Take(container, options.image_path or request.path, options, self.config, self.log, gpu=gpu)
-            return take.run(lambda payload: gpu.dump(lambda: self.forward(call, payload), exits=options.exit))
+            take = Take(
+                container,
+                options.image_path or request.path,
+                options,
+                self.config,
+                self.log,
+                gpu=gpu,
+                deadline=call.deadline,
+            )
+            return take.run(lambda payload: gpu.dump(lambda: self.forward(patient, payload), exits=options.exit))
         finally:
             container.take.release()
 

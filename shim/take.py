@@ -45,6 +45,7 @@ class Take:
         log: Log,
         *,
         gpu: Gpu,
+        deadline: float | None = None,
     ) -> None:
         self.container = container
         self.directory = directory
@@ -52,14 +53,22 @@ class Take:
         self.config = config
         self.log = log
         self.gpu = gpu  # whose `dump` the caller puts around the dump
+        self.deadline = deadline  # by time.monotonic(); after it the client waits no more
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
         self._frozen: float | None = None
         self._ended = False  # the container has, by this take
+        self._staged = False  # all of the snapshot was brought to disk, while CRIU held the processes
         self._made = False  # the directory was
 
     def run(self, dump: Callable[[bytes], Response]) -> Response:
         """Take it; `dump` makes the Checkpoint call at the stock shim. Raises ShimError."""
+        try:
+            return self._run(dump)
+        except OSError as error:
+            raise ShimError(f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION) from error
+
+    def _run(self, dump: Callable[[bytes], Response]) -> Response:
         from shim import criu
 
         self._began = time.monotonic()
@@ -68,17 +77,18 @@ class Take:
         held = self._prepare_directory()
         try:
             response = self._dump(dump)
-            self._ended = response.ok and self.options.exit
             if response.ok:
                 self._complete()
         except BaseException as error:
-            if not self._ended:  # else this is all that is left of the container
+            if not self._ended:
                 self._discard()
-            if isinstance(error, OSError):
-                raise ShimError(
-                    f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION
-                ) from error
-            raise
+                raise
+            # What is in the directory is all that is left of the container.
+            if not self._staged or os.path.lexists(f"{self.directory}/{manifests.NAME}"):
+                raise
+            self.log("error", "a step after the dump failed", container=self.container.state.id, error=error)
+            self._publish()
+            return Response()
         finally:
             os.close(held)
         if not response.ok:
@@ -108,6 +118,7 @@ class Take:
             )
             dumping = time.monotonic()
             response = dump(request.encode())
+            self._ended = response.ok and self.options.exit
         if hook.error is not None:
             if isinstance(hook.error, ShimError):
                 raise hook.error
@@ -161,6 +172,14 @@ class Take:
         self.steps["layer"] = time.monotonic() - began
         if self.options.exit:
             self._describe().stage(self.directory)
+            self._staged = True
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            # The client believes by now that it has failed, and with what it asked for the container might end.
+            raise ShimError(
+                f"snapshot of {self.container.state.id} failed: the client's time limit passed while the writable "
+                "layer was written: give it more time",
+                FAILED_PRECONDITION,
+            )
 
     def _complete(self) -> None:
         """The dump is done: give the snapshot its fermata.json."""
@@ -171,11 +190,17 @@ class Take:
                 raise
             # The processes are gone: what was staged before lacks some of the times, and nothing else.
             self.log("warning", "the staged fermata.json is used", container=self.container.state.id, error=error)
+        self._publish()
+
+    def _publish(self) -> None:
         try:
             manifests.publish(self.directory)
         except OSError as error:
             if not self._ended:
                 raise
+            if os.path.lexists(f"{self.directory}/{manifests.NAME}"):
+                self.log("warning", "the snapshot's name may not outlive a power loss", error=error)
+                return
             raise ShimError(
                 f"container {self.container.state.id} has ended, and its snapshot in {self.directory} is whole but for "
                 f"its name, which could not be given: {error}; rename {manifests.STAGED} there to {manifests.NAME}"
@@ -251,6 +276,8 @@ class Take:
             raise ShimError(f"another snapshot is being written into {path}: name a new one", ALREADY_EXISTS) from error
         except BaseException:
             os.close(held)
+            if not there:
+                os.rmdir(path)
             raise
         return held
 
@@ -359,6 +386,7 @@ class _Hook:
         self._path = socket_path(directory)
         self._work = work
         self._done = _thread.allocate_lock()
+        self._ending = False
         self.ran = False
         self.error: Exception | None = None
 
@@ -368,20 +396,28 @@ class _Hook:
         except FileNotFoundError:
             pass
         self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
-        self._sock.bind(self._path)
-        self._sock.listen(1)
-        self._done.acquire()
-        _thread.start_new_thread(self._serve, ())
+        try:
+            self._sock.bind(self._path)
+            self._sock.listen(1)
+            self._done.acquire()
+            _thread.start_new_thread(self._serve, ())
+        except BaseException as error:
+            self._close()
+            if isinstance(error, RuntimeError):  # no more threads to be had
+                raise OSError(str(error)) from error
+            raise
         return self
 
     def _serve(self) -> None:
+        """Until `__exit__`, or until it cannot serve any more: then the script must not wait, and CRIU with it."""
         try:
             while True:
+                fd, _ = self._sock._accept()  # type: ignore[attr-defined]
                 try:
-                    fd, _ = self._sock._accept()  # type: ignore[attr-defined]
-                except OSError:  # closed from outside: the dump has ended
-                    return
-                connection = _socket.socket(fileno=fd)
+                    connection = _socket.socket(fileno=fd)
+                except BaseException:
+                    os.close(fd)
+                    raise
                 try:
                     if connection.recv(64):
                         self._answer(connection)
@@ -389,7 +425,11 @@ class _Hook:
                     pass
                 finally:
                     connection.close()
+        except Exception as error:
+            if not self._ending:
+                self.error = self.error or error
         finally:
+            self._sock.close()
             self._done.release()
 
     def _answer(self, connection: _socket.socket) -> None:
@@ -404,11 +444,15 @@ class _Hook:
             connection.sendall(b"ok\n")
 
     def __exit__(self, *_: object) -> None:
+        self._ending = True
         try:
             self._sock.shutdown(_socket.SHUT_RDWR)  # wakes the accept
         except OSError:
             pass
         self._done.acquire()
+        self._close()
+
+    def _close(self) -> None:
         self._sock.close()
         try:
             os.unlink(self._path)
