@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from layerwriter.tree import record as record
     from layerwriter.unpack import Applied as Applied
     from layerwriter.unpack import apply as apply
+    from layerwriter.unpack import bring_back as bring_back
     from layerwriter.unpack import discard as discard
     from layerwriter.upper import begin as begin
     from layerwriter.upper import measure as measure
@@ -54,6 +55,7 @@ _MODULES = {
     "Size": "layer",
     "apply": "unpack",
     "begin": "upper",
+    "bring_back": "unpack",
     "choose": "overlay",
     "compare": "tree",
     "discard": "unpack",

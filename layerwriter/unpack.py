@@ -163,6 +163,33 @@ def discard(upperdir: Path) -> None:
                 os.close(opened)
 
 
+def bring_back(upperdir: Path, inode: int) -> None:
+    """Bring back the content that an apply with keep_old which was killed had put aside, and remove what it made.
+
+    `inode` is the upper directory's st_ino from before that apply. Where it had not come to put it aside, or there was
+    no apply at all, the content stays. Raises LayerError.
+    """
+    target = os.path.normpath(os.fspath(upperdir))
+    above, name = os.path.split(target)
+    parent = -1
+    try:
+        parent = open_directory(above or ".")
+        if os.stat(name, dir_fd=parent, follow_symlinks=False).st_ino != inode:
+            for found in os.listdir(parent):
+                aside = found.startswith(f".{name}.fermata-")
+                if aside and os.stat(found, dir_fd=parent, follow_symlinks=False).st_ino == inode:
+                    from layerwriter.syscalls import exchange
+
+                    exchange(parent, found, name)
+                    break
+        _remove_leftovers(parent, name)
+    except OSError as failure:
+        raise LayerError(f"the former content of {target} cannot be brought back: {failure}") from failure
+    finally:
+        if parent >= 0:
+            os.close(parent)
+
+
 def _open_regular(path: Path) -> int:
     """Open a file without waiting for anybody: a FIFO's open would, for ever."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

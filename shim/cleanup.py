@@ -133,8 +133,9 @@ def _kill(pid: int, stock: str) -> None:
         os.close(descriptor)
 
 
-def forget(namespace: str, container_id: str) -> None:
-    """Remove all that is kept outside the bundle for a container, whoever made it. Idempotent. Raises ShimError."""
+def forget(namespace: str, container_id: str, *, keep: str = "") -> None:
+    """Remove all that is kept outside the bundle for a container, whoever made it, but for the file `keep` of the state
+    directory. Idempotent. Raises ShimError."""
     from shim import mounts, netns, unfinished
 
     for path in netns.ours(namespace, container_id):
@@ -145,4 +146,4 @@ def forget(namespace: str, container_id: str) -> None:
         _unlink(hook)  # there only if the daemon was killed in a take
     if restoring := state.read(unfinished.RECORD):
         unfinished.undo(restoring)
-    state.remove()
+    state.remove(keep)

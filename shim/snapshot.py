@@ -56,6 +56,7 @@ class Container:
         self.restoring = False  # runc restore runs
         self.runc_directory = ""  # of a container that is restored
         self.empty_upper = ""  # its upper directory, if it had no files before the restore
+        self.replaced = ""  # the same, if the restore replaces what it has, for the record
         self.stdio: tuple[str, ...] = ()  # where its input and output go, as the client said
         self.substitute: Substitute | None = None  # for input and output that the client did not give
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
@@ -102,7 +103,7 @@ class SnapshotShim(RuncShim):
         container.service = call.request.service
         options = _runc_options(request)
         source = _restore_source(request, options, bundle)
-        forget(state.namespace, state.id)  # of a container of this name that a crash left
+        forget(state.namespace, state.id, keep=DAEMON)  # of a container of this name that a crash left
         try:
             state.create()
             state.write(DAEMON, record(self._our_path, self._stock_path))
@@ -161,11 +162,14 @@ class SnapshotShim(RuncShim):
         container.taken = manifest.data.get("taken")
         container.restore_logs = container.state.new_log_dir("restore")
         container.runc_directory = unfinished.runc_directory(options.root, self._namespace, request.id)
-        if not explicit:
+        if explicit:
+            container.replaced = unfinished.replacing(container.rootfs.upper)
+        else:
             container.empty_upper = container.rootfs.empty_upper()
         # Until it is done, whoever cleans up after a crash finds by this what nobody else would know of.
         container.state.write(
-            unfinished.RECORD, unfinished.record(container.runc_directory, upper=container.empty_upper)
+            unfinished.RECORD,
+            unfinished.record(container.runc_directory, upper=container.empty_upper, replaced=container.replaced),
         )
         restore.write_criu_config(container, self.config, self.log)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
@@ -233,7 +237,12 @@ class SnapshotShim(RuncShim):
         fresh = attempt.Attempt((container.spec.get("linux") or {}).get("cgroupsPath") or "")
         container.state.write(
             unfinished.RECORD,
-            unfinished.record(container.runc_directory, upper=container.empty_upper, cgroup=fresh.record),
+            unfinished.record(
+                container.runc_directory,
+                upper=container.empty_upper,
+                cgroup=fresh.record,
+                replaced=container.replaced,
+            ),
         )
         around = network.Restore(container.spec, container.bundle, container.restore_source, self.config, note)
         with around, watch:

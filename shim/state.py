@@ -90,8 +90,13 @@ class State:
         except FileNotFoundError:
             pass
 
-    def remove(self) -> None:
-        """Remove the directory and what is in it, and the namespace's when it is empty now."""
+    def remove(self, keep: str = "") -> None:
+        """Remove the directory and what is in it, and the namespace's when it is empty now; or all but one file."""
+        if keep:
+            for name in os.listdir(self.path) if os.path.isdir(self.path) else ():
+                if name != keep:
+                    remove_tree(f"{self.path}/{name}")
+            return
         remove_tree(self.path)
         try:
             os.rmdir(os.path.dirname(self.path))

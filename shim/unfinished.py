@@ -55,10 +55,18 @@ def end(directory: str) -> set[int]:
             return ended
 
 
-def record(directory: str, *, upper: str = "", cgroup: str = "") -> str:
+def record(directory: str, *, upper: str = "", cgroup: str = "", replaced: str = "") -> str:
     """What a crash would leave of a restore: runc's own directory for the container; the upper directory, if it was
-    empty before; the control group, if it was not there before."""
-    return f"{directory}\n{upper}\n{cgroup}\n"
+    empty before; the control group, if it was not there before; else what `replacing` says of the upper directory."""
+    return f"{directory}\n{upper}\n{cgroup}\n{replaced}\n"
+
+
+def replacing(upper: str | None) -> str:
+    """An upper directory whose content is to be replaced: its inode, by which it is known wherever it is put aside."""
+    try:
+        return f"{os.stat(upper).st_ino} {upper}" if upper else ""
+    except OSError:  # whoever needs it says what is wrong
+        return ""
 
 
 def detach(text: str) -> None:
@@ -77,14 +85,18 @@ def undo(text: str) -> None:
     """
     from shim.attempt import Attempt
 
-    directory, upper, cgroup = text.split("\n")[:3]
+    directory, upper, cgroup, replaced = text.split("\n")[:4]
     if cgroup:
         Attempt.of_the_dead(cgroup).undo()
-    if upper and os.path.isdir(upper):
+    inode, _, former = replaced.partition(" ")
+    if os.path.isdir(upper or former):
         import layerwriter
 
         try:
-            layerwriter.discard(upper)
+            if upper:
+                layerwriter.discard(upper)
+            else:
+                layerwriter.bring_back(former, int(inode))
         except layerwriter.LayerError as error:
             raise ShimError(f"a restore that failed left its files: {error}", FAILED_PRECONDITION) from error
     # Without its state.json it is of a container that runc never came to make.

@@ -9,12 +9,13 @@ take the longest, by halves on the two stacks.
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 
 import pytest
 
-from node.containers import IMAGE, OURS, remove, start, status, wait_for
+from node.containers import CTR, IMAGE, OURS, remove, start, status, wait_for
 from node.leftovers import clear, leftovers
 from node.shims import CallFailed, Shim
 from shim.errors import ShimError
@@ -32,6 +33,7 @@ ELSEWHERE = (
     "return self.forward(call)",  # of containers that are not there: test_lifecycle.py
     "gpu",  # tests/gpu
     "move_gpu_state",
+    "container.replaced",  # below
     "host file",  # hostfiles: test_network.py
     "killed",  # a CRIU that dies: test_faults.py
     "detach_below",
@@ -264,6 +266,32 @@ def test_the_daemon_dies_at_a_step_of_a_restore(node, points):
         assert done.returncode == 0, (step, done.stderr)
         assert ticks(node, "two"), step
         remove(node, "two")
+
+
+UPPERS = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots"
+
+
+def test_a_restore_that_dies_gives_back_the_files_that_it_was_to_replace(node, points):
+    """`ctr c restore --rw` has put files there before; the directory that they are in is put aside until the end."""
+    begin(node)
+    node.ctr("containers", "checkpoint", "--task", "--rw", "one", "snapshot/one:1")
+    remove(node, "one")
+    points.plan(named("restore.apply_layer", "layerwriter.apply("), "wait")
+    command = [*CTR, "containers", "restore", "--rw", "--live", "two", "snapshot/one:1"]
+    client = node.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: points.reached, "the restore to come to the layer")
+    upper = max(node.path(UPPERS).glob("*/fs"), key=lambda path: int(path.parent.name))
+    (upper / "former").write_text("kept")
+    points.plan(named("snapshot.SnapshotShim._restore", "self.forward(call)"), "die")
+    assert client.wait(40) != 0
+    assert points.reached
+    points.go_on()
+    wait_for(lambda: status(node, "two") is None, "the container to be given up")
+    assert leftovers(node) == []
+    assert (upper / "former").read_text() == "kept"
+    assert sorted(path.name for path in upper.parent.iterdir()) == ["fs", "work"]
+    node.ctr("containers", "delete", "two")
+    node.ctr("images", "delete", "snapshot/one:1")
 
 
 # The client waits no more --------------------------------------------------------------------------------------------

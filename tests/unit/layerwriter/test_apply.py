@@ -248,3 +248,29 @@ def test_what_a_killed_apply_left_is_discarded_and_nothing_else(tmp_path):
     assert upper.stat().st_mode & 0o777 == 0o751
     assert (other / "deep/file").exists()
     layerwriter.discard(upper)
+
+
+APPLY = """
+import os, sys, layerwriter
+{before}
+layerwriter.apply(sys.argv[1], sys.argv[2], replace=True, keep_old=True)
+os.kill(os.getpid(), 9)
+"""
+# The last moment before the two change places.
+STOPPED = "import layerwriter.syscalls\nlayerwriter.syscalls.exchange = lambda *given: os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.parametrize("before", ["", STOPPED], ids=["after it was put aside", "before"])
+def test_what_a_killed_apply_would_have_replaced_is_brought_back(upper, layer, before):
+    (upper / "old").write_bytes(b"old")
+    upper.chmod(0o751)
+    inode = upper.stat().st_ino
+    command = [sys.executable, "-c", APPLY.format(before=before), str(layer), str(upper)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert len(names(upper.parent)) == 2
+    assert names(upper) == (["old"] if before else ["new"])
+    layerwriter.bring_back(upper, inode)
+    layerwriter.bring_back(upper, inode)
+    assert names(upper.parent) == ["fs"]
+    assert names(upper) == ["old"]
+    assert upper.stat().st_mode & 0o777 == 0o751

@@ -61,6 +61,17 @@ def test_removing_takes_the_namespaces_directory_with_it_once_it_is_empty(state,
     assert os.listdir(tmp_path / "run") == []
 
 
+def test_one_file_can_be_kept(state):
+    for name in ("one", "other"):
+        state.write(name, "text")
+    os.mkdir(f"{state.path}/directory")
+    state.remove(keep="one")
+    assert os.listdir(state.path) == ["one"]
+    state.remove()
+    state.remove(keep="one")
+    assert not os.path.exists(state.path)
+
+
 def test_the_logs_of_the_newest_ten_operations_are_kept(state):
     made = [state.new_log_dir("dump") for _ in range(KEPT_OPERATIONS + 3)]
     assert len(set(made)) == len(made)

@@ -46,3 +46,27 @@ def test_the_root_is_no_directory_of_an_operation():
     for wrong in ("/", "", "//", "relative"):
         with pytest.raises(ValueError, match="is no directory of an operation's"):
             unfinished.end(wrong)
+
+
+def test_what_a_restore_was_replacing_is_brought_back(tmp_path):
+    upper, aside, runc = tmp_path / "fs", tmp_path / ".fs.fermata-0123456789abcdef", tmp_path / "runc"
+    for path in (upper, runc):
+        path.mkdir()
+    (upper / "former").touch()
+    record = unfinished.record(str(runc), replaced=unfinished.replacing(str(upper)))
+    upper.rename(aside)
+    upper.mkdir()
+    (upper / "restored").touch()
+    unfinished.undo(record)
+    assert [path.name for path in upper.iterdir()] == ["former"]
+    assert [path.name for path in tmp_path.iterdir()] == ["fs"]
+    unfinished.undo(record)
+    assert [path.name for path in upper.iterdir()] == ["former"]
+
+
+def test_a_record_of_a_former_version_is_understood(tmp_path):
+    upper = tmp_path / "fs"
+    upper.mkdir()
+    (upper / "restored").touch()
+    unfinished.undo(f"{tmp_path}/runc\n{upper}\n\n")
+    assert list(upper.iterdir()) == []
