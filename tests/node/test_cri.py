@@ -21,6 +21,7 @@ from node.leftovers import leftovers
 from node.node import NodeError
 from node.pods import Failed, Pods
 from node.shims import daemons, processes
+from tests import documentation
 
 HANDLERS = ["fermata", "fermata-runc"]
 CRI = ["-n", "k8s.io"]
@@ -233,6 +234,30 @@ def test_the_kubelets_checkpoint_is_a_snapshot_too(node, pods, directory, handle
     _, container = restored(pods, f"{directory}/checkpoint", handler=handler)
     assert counted(pods, container) >= 3
     assert counted_then > 3
+
+
+def test_the_commands_and_the_annotation_of_the_documentation_work(node, pods):
+    [scenario] = [one for one in documentation.SCENARIOS if one.place == "cluster"]
+    make, unpack, take = (one.text for one in scenario.commands())
+    annotations = [lines[-1] for section, lines in documentation.blocks(scenario.page) if lines[0] == "metadata:"]
+    key, _, value = annotations[0].partition(": ")
+    _, container = running(pods, COUNT)
+    wait_count(pods, container)
+    node.exec(["mkdir", "-p", "/srv/snapshots", "/var/lib/kubelet/checkpoints"])
+    try:
+        if node.containerd_version() >= (2,):
+            pods.checkpoint(container, "/var/lib/kubelet/checkpoints/ARCHIVE.tar")
+            for text in (make, unpack):
+                node.exec(["sh", "-c", text])
+            other, second = restored(pods, f"{value}/checkpoint")
+            wait_count(pods, second, 4)
+            pods.remove(other)
+            node.exec(["rm", "-r", value])
+        node.exec(["sh", "-c", scenario.filled(take, CONTAINER_ID=container)])
+        _, second = restored(pods, value, key=key)
+        wait_count(pods, second, 4)
+    finally:
+        node.exec(["rm", "-rf", "/srv/snapshots", "/var/lib/kubelet"])
 
 
 def test_of_two_containers_the_named_one_is_restored(node, pods, directory):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from node.stack import PROJECT
 from shim.bundle import _VALUES, RESTORE_FROM
-from shim.cli import COMMANDS
+from shim.cli import COMMANDS, parser
 from shim.metrics import FAMILIES
+from tests import documentation
 
 PAGES = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
 
@@ -67,3 +70,62 @@ def test_queries_and_alerts_ask_for_metrics_that_there_are(name):
     asked = set(re.findall(r"\bfermata_[a-z_]+\b", (PROJECT / name).read_text()))
     assert asked <= samples
     assert len(asked) >= 8
+
+
+def test_every_command_is_run_by_a_test_or_has_a_reason_not_to_be():
+    run = {one for scenario in documentation.SCENARIOS for one in scenario.commands()}
+    named = {(one.page, one.text) for one in documentation.commands()}
+    left = [
+        f"{one.where}: {one.text}"
+        for one in documentation.commands()
+        if one not in run and (one.page, one.text) not in documentation.NOT_RUN
+    ]
+    assert left == [], "tests/documentation.py says how a command of the documentation is run"
+    assert set(documentation.NOT_RUN) - named == set(), "these are not in the documentation any more"
+    sections = {one.where for one in documentation.commands()}
+    assert [s for s in documentation.SCENARIOS for name in s.sections if f"{s.page}:{name}" not in sections] == []
+
+
+def test_the_syntax_of_the_commands_is_their_parsers():
+    lines = [line for where, line in syntax() if line.startswith("fermata ")]
+    shown = {}
+    for line in lines:
+        words = line.removeprefix("fermata ").split()
+        names = [words[0].rstrip(","), *(words[1:2] if words[0].endswith(",") else [])]
+        shown.update({name: set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", line)) for name in names})
+    assert set(shown) == set(COMMANDS)
+    for name, options in shown.items():
+        top = parser(name)
+        choices = next(action.choices for action in top._actions if action.dest == "command")
+        # Every option but those that all have, or that the page tells of beside.
+        there = {option for action in choices[name]._actions for option in action.option_strings}
+        assert options <= there, name
+        assert {option for option in there if option.startswith("--")} - options <= {
+            "--help",
+            "--address",
+            "--namespace",
+        }
+
+
+def test_the_syntax_of_the_layers_commands_is_their_parsers():
+    for where, line in syntax():
+        if line.startswith("python3 -m layerwriter "):
+            name = line.split()[3]
+            said = subprocess.run(
+                [sys.executable, "-m", "layerwriter", name, "--help"],
+                cwd=PROJECT,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            ).stdout
+            for option in re.findall(r"--[a-z-]+", line):
+                assert option in said, (name, option)
+
+
+def syntax():
+    for where in documentation.SYNTAX:
+        page, _, section = where.partition(":")
+        for heading, lines in documentation.blocks(page):
+            if heading == section:
+                yield from ((where, line) for line in lines)
