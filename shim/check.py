@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 
-from shim import host, rootfs
+from shim import host, rootfs, specedits
 from shim import manifest as manifests
 from shim.errors import FAILED_PRECONDITION, ShimError
 from shim.host import listed, size
@@ -66,6 +66,7 @@ def findings(
     the image are."""
     requires = _object(manifest.data.get("requires"))
     found = [*_owned(directory), *_whole(directory, manifest), *_processor(requires), *_software(requires, config)]
+    found += _weights(manifest, config)
     if spec is not None:
         found += _mounts(requires, spec)
         found += _devices(requires, spec)
@@ -263,6 +264,8 @@ def _mounts(requires: dict[str, Any], spec: dict[str, Any]) -> Iterator[Finding]
     present = {mount["destination"]: mount for mount in manifests.describe_mounts(spec)}
     for mount in _objects(requires.get("mounts")):
         destination = str(mount.get("destination"))
+        if destination == specedits.CHANNEL:
+            continue  # a restore adds it
         here = present.get(destination)
         if here is None:
             yield _problem(
@@ -340,6 +343,15 @@ def _gpu(manifest: Manifest, spec: dict[str, Any], config: Config) -> Iterator[F
 
         for sentence in gpu.missing(manifest, spec, open_driver=lambda: gpu.Helper(config, initialise=False)):
             yield _problem(sentence)
+
+
+def _weights(manifest: Manifest, config: Config) -> Iterator[Finding]:
+    """Without them a program ends when it is restored, whoever would try it all the same."""
+    if manifest.data.get("guest"):
+        from shim import weights
+
+        for sentence in weights.missing(manifest.data["guest"], config):
+            yield Finding("problem", sentence, waivable=False)
 
 
 # Files that processes had open or mapped ----------------------------------------------------------------------------

@@ -21,8 +21,8 @@ import stat
 import struct
 import time
 
-from shim import task, weights
-from shim.errors import FAILED_PRECONDITION, NOT_FOUND, ShimError
+from shim import specedits, task, weights
+from shim.errors import FAILED_PRECONDITION, ShimError
 from shim.parking import Tree
 from shim.ttrpc import Response
 from shim.wire import Message
@@ -101,7 +101,7 @@ def _look(root: str) -> list[Listener]:
     except OSError:
         return found  # it has ended
     try:
-        folder = _open_below(top, weights.MOUNT_POINT.lstrip("/"))
+        folder = _open_below(top, specedits.CHANNEL.lstrip("/"))
     except OSError:
         return found
     finally:
@@ -805,6 +805,8 @@ def restoring(record: object, config: Config, log: Log, container_id: str, snaps
         return None
     held = weights.hold(record, config, snapshot)
     try:
+        if lacking := weights.missing(record, config):  # removed after the check, before it was held
+            raise ShimError(f"snapshot {snapshot} cannot be restored here: {'; '.join(lacking)}", FAILED_PRECONDITION)
         return Restoring(record, held, config, log, container_id)
     except BaseException:
         held.close()
@@ -854,8 +856,3 @@ def wait_until_ready(namespace: str, container_id: str, seconds: float) -> None:
         if time.monotonic() > until:
             raise ShimError(f"{container_id} was not ready within {seconds:g} s: {answer.text}", FAILED_PRECONDITION)
         time.sleep(0.1)
-
-
-def not_here(container_id: str) -> ShimError:
-    """What to answer when asked for a container of somebody else's."""
-    return ShimError(f"no container {container_id} here", NOT_FOUND)

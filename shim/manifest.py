@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "fermata.json"
 STAGED = f".{NAME}.staged"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 _LIMIT = 4 << 20  # bytes; one of ours has a few thousand
 
 

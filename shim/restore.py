@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from layerwriter import Applied
     from shim.bundle import Bundle
     from shim.config import Config
+    from shim.guest import Restoring
     from shim.log import Log
     from shim.snapshot import Container
 
@@ -76,6 +77,23 @@ def check(
     for finding in found:
         log("warning", finding.text, container=container.state.id, snapshot=source)
     return manifest
+
+
+def hold_weights(
+    manifest: manifests.Manifest, source: str, bundle: Bundle, container: Container, config: Config, *, log: Log
+) -> Restoring | None:
+    """What brings back the weights that were kept out of a snapshot; None when there are none. Raises ShimError.
+
+    The directory for its programs' sockets is mounted whether the container is annotated or not: theirs come back.
+    """
+    record = manifest.data.get("guest")
+    if not record:
+        return None
+    from shim import guest, specedits
+
+    specedits.add_channel(bundle.spec)
+    container.guest = True
+    return guest.restoring(record, config, log, container.state.id, source)
 
 
 def prepare() -> None:

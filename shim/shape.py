@@ -55,6 +55,13 @@ SHAPE = {
         "gpus": [{"uuid": str, "model": str, "memory": int}],
         "processes": [{"pid": int, "command": str, "bytes": int, "by_gpu": {ANY: int}}],
     },
+    "guest": {
+        "outcome": str,
+        "reason": str,
+        "token": str,
+        "processes": [{"pid": int, "packs": [{"name": str, "digest": str, "bytes": int}]}],
+        "seconds": {ANY: _NUMBER},
+    },
     "steps": {ANY: _NUMBER},
     "frozen": _NUMBER,
     "spec": _SPEC,

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
     from layerwriter import Applied
     from shim.config import Config
+    from shim.guest import Restoring, Taking
     from shim.log import Log
     from shim.parking import Gpu
     from shim.restore import Timeline
     from shim.stdio import Substitute
+    from shim.take import WithoutGuest
 
 CRIU_CONF = "criu.conf"
+_END = 10.0  # seconds for a container that is killed to end
 _GROUP_LINGER = 2.0  # seconds after the last container of a group in which containerd may ask the stock shim to end
 
 
@@ -60,12 +63,16 @@ class Container:
         self.stdio: tuple[str, ...] = ()  # where its input and output go, as the client said
         self.substitute: Substitute | None = None  # for input and output that the client did not give
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
+        self.guest = bundle.annotations.get(specedits.GUEST) == "on"  # its programs may keep weights out of a snapshot
+        self.weights: Restoring | None = None  # what the restore has to bring back of these
         self.take = _thread.allocate_lock()
 
     def close(self) -> None:
         """Let go of what is held open for the container. Idempotent."""
         if self.substitute is not None:
             self.substitute.close()
+        if self.weights is not None:
+            self.weights.close()
 
 
 class SnapshotShim(RuncShim):
@@ -156,6 +163,7 @@ class SnapshotShim(RuncShim):
         container.timeline = timeline = restore.Timeline(self.log, container.state.id)
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle, self.config, self.log, explicit=explicit)
+        container.weights = restore.hold_weights(manifest, source, bundle, container, self.config, log=self.log)
         timeline.step("check")
         bundle.leave_cgroup(manifest.data, container.state.namespace, container.state.id)
         container.restore_gpu = manifest.data.get("gpu")
@@ -263,12 +271,13 @@ class SnapshotShim(RuncShim):
             for path in mounts.detach_below(container.runc_directory):
                 note(f"unmounted {path}, which a killed runc left")
             return response
+        timeline.step("criu")
+        moved = container.weights is not None and self._give_weights(call, container, response, move_gpu_state)
         self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
         try:
             container.state.drop(unfinished.RECORD)
         except OSError as error:  # the container runs: only after a crash would it be cleaned up after too much
             self.log("warning", "the record of the restore stays", container=request.id, error=error)
-        timeline.step("criu")
         source, container.restore_source = container.restore_source, None
         applied, container.applied = container.applied, None
         if applied is not None:
@@ -276,7 +285,7 @@ class SnapshotShim(RuncShim):
                 applied.commit()
             except Exception as error:  # the container runs: what it had before only takes room
                 self.log("warning", "the former writable layer stays", container=request.id, error=error)
-        if move_gpu_state is not None:
+        if move_gpu_state is not None and not moved:
             move_gpu_state()
             timeline.step("gpu")
         try:
@@ -288,7 +297,9 @@ class SnapshotShim(RuncShim):
     # GPU state ---------------------------------------------------------------------------------------------------
 
     def _handler(self, service: str, method: str) -> Callable[[Call], Response] | None:
-        # The name stands here too, so that a container without snapshots does not import what moves GPU state.
+        # The names stand here too, so that a container without snapshots does not import what moves GPU state.
+        if service == "fermata.v1.Guest":
+            return self.guest_call
         return self.gpu_call if service == "fermata.v1.Gpu" else super()._handler(service, method)
 
     def _gpu(self, call: Call, container: Container) -> Gpu:
@@ -327,6 +338,85 @@ class SnapshotShim(RuncShim):
             self._gpu(call, container).unpark()
         return Response()
 
+    # Weights -----------------------------------------------------------------------------------------------------
+
+    def _guest(self, call: Call, container: Container, directory: str) -> Taking | WithoutGuest:
+        """What keeps the weights of a container's programs out of a snapshot."""
+        if not container.guest:
+            from shim.take import WithoutGuest
+
+            return WithoutGuest()
+        from shim.guest import Taking
+
+        return Taking(container, self._of_our_own(call, container), self.config, self.log, directory)
+
+    def _of_our_own(self, call: Call, container: Container) -> Callable[[str, bytes], bytes]:
+        """Makes calls without the time limit that a client set for the call that needs them."""
+        origin = Call(Request(service=container.service, metadata=call.request.metadata))
+        return lambda method, payload: self.forward_checked(origin, payload, method=method)
+
+    def _give_weights(
+        self, call: Call, container: Container, started: Response, move_gpu_state: Callable[[], object] | None
+    ) -> bool:
+        """Give the restored programs their weights, and the GPU state before; True. Without them nothing runs on.
+
+        Raises ShimError, and then the container has ended.
+        """
+        weights, timeline = container.weights, container.timeline
+        assert weights is not None and timeline is not None
+
+        def between() -> None:
+            if move_gpu_state is not None:
+                move_gpu_state()
+                timeline.step("gpu")
+
+        try:
+            weights.bring_back(task.PidResponse.decode(started.payload).pid, between)
+        except Exception as error:
+            self._end(call, container)
+            code = error.code if isinstance(error, ShimError) else FAILED_PRECONDITION
+            raise ShimError(f"restore of {container.restore_source} failed: {error}", code) from error
+        finally:
+            weights.close()
+        timeline.step("weights")
+        return True
+
+    def _end(self, call: Call, container: Container) -> None:
+        """Kill a container that must not go on, and wait for its end."""
+        make, name = self._of_our_own(call, container), container.state.id
+        until = time.monotonic() + _END
+        try:
+            while True:
+                state = task.StateResponse.decode(make("State", task.ExecRequest(id=name).encode()))
+                if state.status == task.STOPPED:
+                    break
+                if state.status in (task.PAUSED, task.PAUSING):  # parked: its GPU state could not come back
+                    make("Resume", task.IdRequest(id=name).encode())
+                make("Kill", task.KillRequest(id=name, signal=9, all=True).encode())
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.02)
+            container.state.drop("parked.json")
+        except (ShimError, OSError) as error:
+            self.log("warning", "the container may run on without its weights", container=name, error=error)
+
+    def guest_call(self, call: Call) -> Response:
+        """`Status`, which `fermata checkpoint --when-ready` asks for."""
+        from shim import guest
+
+        request = task.IdRequest.decode(call.request.payload)
+        container = self._containers.get(request.id)
+        if container is None:
+            raise ShimError(f"no container {request.id} here", NOT_FOUND)
+        if call.request.method != "Status":
+            raise ShimError(f"no call {call.request.method}: there is Status", UNIMPLEMENTED)
+        if not container.guest:
+            raise ShimError(
+                f"{request.id} cannot say when it is ready: it was started without the annotation {specedits.GUEST}=on",
+                FAILED_PRECONDITION,
+            )
+        return Response(payload=guest.status(guest.root_of(request.id, self._of_our_own(call, container))).encode())
+
     # Checkpoint --------------------------------------------------------------------------------------------------
 
     def checkpoint(self, call: Call) -> Response:
@@ -354,16 +444,26 @@ class SnapshotShim(RuncShim):
                 Request(service=call.request.service, method=call.request.method, metadata=call.request.metadata)
             )
             # containerd 1.7 hands over an empty directory of its own, which it packs, unless the runtime is named runc.
-            take = Take(
-                container,
-                options.image_path or request.path,
-                options,
-                self.config,
-                self.log,
-                gpu=gpu,
-                deadline=call.deadline,
-            )
-            return take.run(lambda payload: gpu.dump(lambda: self.forward(patient, payload), exits=options.exit))
+            directory = options.image_path or request.path
+            with self._guest(call, container, directory) as guest:
+                take = Take(
+                    container,
+                    directory,
+                    options,
+                    self.config,
+                    self.log,
+                    gpu=gpu,
+                    guest=guest,
+                    deadline=call.deadline,
+                )
+
+                def dump(payload: bytes) -> Response:
+                    exits = options.exit
+                    return guest.dump(
+                        lambda: gpu.dump(lambda: self.forward(patient, payload), exits=exits), exits=exits
+                    )
+
+                return guest.checked(take.run(dump))
         finally:
             container.take.release()
 

@@ -11,6 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+GUEST = "fermata/guest"
 IO_URING = "fermata/io-uring"
 VLLM_WORKERS = "fermata/vllm-workers"
 SHM = "fermata/shm"
@@ -19,8 +20,12 @@ VALUES: dict[str, tuple[str, ...]] = {
     IO_URING: ("refuse", "allow"),
     VLLM_WORKERS: ("spawn", "keep"),
     SHM: ("own", "pod"),
+    GUEST: ("off", "on"),
 }
 """The annotations that switch the edits, with the values that they may have; the first is the default."""
+
+CHANNEL = "/run/fermata"
+"""In a container with GUEST on: the directory for the sockets of its programs, a tmpfs of its own."""
 
 _CRI_TYPE = "io.kubernetes.cri.container-type"
 _SHM_PATH = "/dev/shm"
@@ -82,15 +87,42 @@ def apply(spec: dict[str, Any], *, machine: str | None = None) -> list[Edit]:
         text = _own_shared_memory(spec)
         if text is not None:
             edits.append(Edit(SHM, text))
+    if annotations.get(GUEST, "off") == "on":
+        text = add_channel(spec)
+        if text is not None:
+            edits.append(Edit(GUEST, text))
     return edits
 
 
 def mounts_as_given(original: dict[str, Any], edited: dict[str, Any]) -> list[dict[str, Any]]:
-    """The mounts of a specification as the client gave them, but those whose type `apply` has changed since."""
+    """The mounts of a specification as the client gave them, but those whose type `apply` has changed since, and with
+    what it has added at the end."""
     before, after = original.get("mounts") or [], edited.get("mounts") or []
-    if len(before) != len(after):
-        return list(after)
-    return [new if new.get("type") != old.get("type") else old for old, new in zip(before, after, strict=True)]
+    given = [new if new.get("type") != old.get("type") else old for old, new in zip(before, after, strict=False)]
+    return [*given, *after[len(before) :]]
+
+
+def add_channel(spec: dict[str, Any]) -> str | None:
+    """Mount the directory for the sockets of the container's programs; None when it is there already.
+
+    Small, so that what a container puts there costs the node nothing. Raises ShimError when the place is taken.
+    """
+    mounts = spec.get("mounts") or []
+    for mount in mounts:
+        if os.path.normpath(str(mount.get("destination"))) == CHANNEL:
+            if mount.get("type") == "tmpfs":
+                return None
+            from shim.errors import INVALID_ARGUMENT, ShimError
+
+            raise ShimError(
+                f"the annotation {GUEST} needs {CHANNEL} in the container for itself, and {mount.get('source')} is "
+                "mounted there: mount that somewhere else",
+                INVALID_ARGUMENT,
+            )
+    options = ["nosuid", "noexec", "nodev", "mode=1777", "size=1m", "nr_inodes=1024"]
+    mount = {"destination": CHANNEL, "type": "tmpfs", "source": "fermata", "options": options}
+    spec["mounts"] = [*mounts, mount]
+    return f"{CHANNEL} is a tmpfs for the sockets of programs that keep their weights out of a snapshot"
 
 
 def _own_shared_memory(spec: dict[str, Any]) -> str | None:

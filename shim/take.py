@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from layerwriter import Layer
     from shim.config import Config
+    from shim.guest import Taking
     from shim.log import Log
     from shim.parking import Gpu
     from shim.snapshot import Container
@@ -45,6 +46,7 @@ class Take:
         log: Log,
         *,
         gpu: Gpu,
+        guest: Taking | WithoutGuest,
         deadline: float | None = None,
     ) -> None:
         self.container = container
@@ -53,6 +55,7 @@ class Take:
         self.config = config
         self.log = log
         self.gpu = gpu  # whose `dump` the caller puts around the dump
+        self.guest = guest  # as well, around that
         self.deadline = deadline  # by time.monotonic(); after it the client waits no more
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
@@ -134,7 +137,7 @@ class Take:
                 f"log: {logs}/dump.log",
                 FAILED_PRECONDITION,
             )
-        self.steps.update(self.gpu.steps)
+        self.steps.update({**self.guest.steps, **self.gpu.steps})
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         for step, seconds in self.steps.items():
             self.log("info", "snapshot step", container=container.state.id, step=step, seconds=f"{seconds:.3f}")
@@ -357,6 +360,7 @@ class Take:
             "edits": [{"annotation": annotation, "text": text} for annotation, text in container.edits],
             "layer": None,
             "gpu": self.gpu.record,
+            "guest": self.guest.record(),
             "steps": {name: round(seconds, 6) for name, seconds in self.steps.items()},
         }
         if self.layer is not None:
@@ -374,6 +378,29 @@ class Take:
         data["steps"]["total"] = round(time.monotonic() - self._began, 6)
         data["spec"] = original
         return manifests.Manifest(data)
+
+
+class WithoutGuest:
+    """In the place of a guest.Taking, for a container whose programs keep nothing out of its snapshots."""
+
+    steps: dict[str, float] = {}
+
+    def dump(self, dump: Callable[[], Response], *, exits: bool) -> Response:
+        """Call `dump`."""
+        return dump()
+
+    def record(self) -> None:
+        """Nothing."""
+
+    def checked(self, response: Response) -> Response:
+        """The take's answer."""
+        return response
+
+    def __enter__(self) -> WithoutGuest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class _Hook:

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
     from shim.config import Config
 
-MOUNT_POINT = "/run/fermata"
-"""In the container: where the program's socket is."""
-
 _SUFFIX = ".weights"
 _DRAFT = "draft-"
 _PACKED = "packed-"

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from shim.specedits import IO_URING, SHM, VALUES, VLLM_WORKERS, apply, mounts_as_given
+from shim.specedits import GUEST, IO_URING, SHM, VALUES, VLLM_WORKERS, apply, mounts_as_given
 
 CALLS = ["io_uring_setup", "io_uring_enter", "io_uring_register"]
 ALLOW = "SCMP_ACT_ALLOW"
