@@ -17,9 +17,7 @@ RUN_OURS = "ctr run -d --runtime io.containerd.fermata.v1 IMAGE {} sleep 1000"
 SYNTAX = ("docs/cli.md:The command `fermata`", "docs/layer.md:The layer: a container's own files in a snapshot")
 """Sections whose block is the syntax of commands: tests/unit/project/test_documentation.py compares it with parsers."""
 
-DATA = re.compile(
-    r"\[|# /etc/fermata|metadata:|level=|sys\.path|state  |containerd ──|client ──|fermata_\w+\{|fermata_\w+ |\{"
-)
+DATA = re.compile(r"\[|# /etc/fermata|metadata:|level=|sys\.path|state  |containerd ──|fermata_\w+\{|fermata_\w+ |\{")
 """How the first line of a block begins that holds no commands: configuration, YAML, Python, output, pictures."""
 
 PROGRAMS = frozenset(

@@ -94,7 +94,7 @@ def _fill(root: Path) -> None:
     argv = ["make", "--silent", "--no-print-directory", "-C", str(PROJECT), "install", f"DESTDIR={root}", "PREFIX=/usr"]
     subprocess.run(argv, check=True, timeout=120, env=env)
     _write(root, "usr/lib/tmpfiles.d/fermata.conf", (PROJECT / "packaging/tmpfiles/fermata.conf").read_text())
-    for source in sorted((PROJECT / "docs").glob("*.md")):
+    for source in sorted([*(PROJECT / "docs").glob("*.md"), *(PROJECT / "docs").glob("*.svg")]):
         _write(root, f"usr/share/doc/fermata/{source.name}", source.read_text())
     _write(root, "usr/share/doc/fermata/copyright", COPYRIGHT)
     _write(root, "usr/share/doc/fermata/changelog.gz", (PROJECT / "CHANGELOG.md").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -129,3 +130,21 @@ def syntax():
         for heading, lines in documentation.blocks(page):
             if heading == section:
                 yield from ((where, line) for line in lines)
+
+
+def test_the_picture_is_drawn_within_its_bounds_and_for_dark_pages_too():
+    path = PROJECT / "docs/how-it-works.svg"
+    assert "](how-it-works.svg)" in (PROJECT / "docs/how-it-works.md").read_text()
+    top = ElementTree.parse(path).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    width, height = map(float, top.attrib["viewBox"].split()[2:])
+    for one in top.iter(f"{space}rect"):
+        x, y = float(one.get("x", 0)), float(one.get("y", 0))
+        assert x + float(one.get("width")) <= width and y + float(one.get("height")) <= height
+    classes = {name for one in top.iter() for name in one.get("class", "").split()}
+    light, _, dark = top.find(f"{space}style").text.partition("@media (prefers-color-scheme: dark)")
+    assert all(f".{name} {{" in light for name in classes)
+    # A colour that is set for light pages is set for dark ones, or those would show it on the other background.
+    coloured = set(re.findall(r"^ +([.#\w ]+) \{[^}]*(?:fill|stroke): #", light, re.M))
+    assert coloured and coloured == set(re.findall(r"^ +([.#\w ]+) \{[^}]*(?:fill|stroke): #", dark, re.M))
+    assert top.find(f"{space}title").text and top.find(f"{space}desc").text
