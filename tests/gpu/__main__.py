@@ -22,9 +22,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent), str(HERE.parent.parent / "pa
 import containers  # noqa: E402
 import moving  # noqa: E402
 import serving  # noqa: E402
+import weights  # noqa: E402
 from machine import Machine  # noqa: E402
 
-GROUPS: dict[str, Any] = {"moving": moving, "containers": containers, "serving": serving}
+GROUPS: dict[str, Any] = {"moving": moving, "containers": containers, "serving": serving, "weights": weights}
 
 
 def machine() -> dict[str, Any]:

@@ -64,8 +64,8 @@ class Machine:
             self._import_image()
             (self.node.path("/etc/fermata")).mkdir(exist_ok=True)
             library = f"{HOST}{driver_folder()}/libcuda.so.1" if chosen != "host" else ""
-            if library:
-                self.configure(f'[gpu]\nlibcuda = "{library}"\n')
+            self.settings = f'[gpu]\nlibcuda = "{library}"\n' if library else ""
+            self.configure(self.settings)
         except BaseException:
             self.node.down()
             raise

@@ -47,7 +47,7 @@ class Serving:
         machine.graft(str(MEMORY), "/fast")
         self.weights = sum(path.stat().st_size for path in (MEMORY / "weights").iterdir())
 
-    def start(self, name: str, annotations: dict[str, str] | None = None) -> float:
+    def start(self, name: str, annotations: dict[str, str] | None = None, command: list[str] | None = None) -> float:
         """Start a container, new or restored; seconds until `ctr run` is back."""
         machine = self.machine
         machine.programs()
@@ -55,8 +55,9 @@ class Serving:
         words += ["--mount", "type=bind,src=/fast/weights,dst=/weights,options=bind:ro"]
         for key, value in (annotations or {}).items():
             words += ["--annotation", f"{key}={value}"]
+        restored = "fermata/restore-from" in (annotations or {})
         began = time.monotonic()
-        machine.run(name, words, [] if annotations else [SERVER, "serve", "/weights"])
+        machine.run(name, words, [] if restored else command or [SERVER, "serve", "/weights"])
         return time.monotonic() - began
 
     def answer(self, name: str) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""Weights kept out of snapshots: a language model server, and one with several models that share tensors.
+
+Snapshots are in a memory file system (/dev/shm), and so is the store of weights unless a case says otherwise. Every
+answer must have the tokens of the cold start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import serving as servings
+from containers import leftover, manifest
+from machine import PROJECT, Machine
+from moving import used
+from serving import LAYERS, MEMORY, SERVER, TRIALS, Serving, medians, save, take
+
+GUEST = {"fermata/guest": "on"}
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+class Apart(Serving):
+    """A server whose program has the library for keeping weights out."""
+
+    def __init__(self, machine: Machine, command: list[str] | None = None) -> None:
+        super().__init__(machine)
+        self.command = command
+        self.store_in("/fast/store")
+
+    def store_in(self, directory: str) -> None:
+        self.machine.configure(f'{self.machine.settings}[weights]\ndirectory = "{directory}"\n')
+
+    def start(self, name: str, annotations: dict[str, str] | None = None, command: list[str] | None = None) -> float:
+        target = self.machine.folder / "programs" / "fermata"
+        if not target.exists():
+            shutil.copytree(PROJECT / "guest" / "fermata", target, ignore=shutil.ignore_patterns("__pycache__"))
+        return super().start(name, annotations, command or self.command)
+
+
+def cold(apart: Apart, trials: int, annotations: dict[str, str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """Cold starts; the last one is left running, after its second answer."""
+    rows: list[dict[str, Any]] = []
+    tokens: list[int] = []
+    for turn in range(trials):
+        began = time.monotonic()
+        apart.start(f"cold-{turn}", annotations)
+        answer = apart.answer(f"cold-{turn}")
+        total = time.monotonic() - began
+        assert not tokens or answer["tokens"] == tokens, "another cold start gave other tokens"
+        tokens = answer["tokens"]
+        again = apart.answer(f"cold-{turn}")
+        rows.append(
+            {
+                "total_s": total,
+                "weights_s": answer["loaded_s"],
+                "first_answer_s": answer["seconds"],
+                "warm_answer_s": again["seconds"],
+            }
+        )
+        if turn < trials - 1:
+            apart.machine.remove(f"cold-{turn}")
+    return rows, tokens
+
+
+def taken_apart(apart: Apart, name: str, inside: str, outside: Path) -> dict[str, Any]:
+    """Take a snapshot that ends the container, and see that the weights are not in it."""
+    found = take(apart, name, inside, outside)
+    found["guest"] = {key: value for key, value in manifest(outside)["guest"].items() if key != "processes"}
+    found["packs"] = [
+        {"name": pack["name"], "bytes": pack["bytes"]}
+        for process in manifest(outside)["guest"]["processes"]
+        for pack in process["packs"]
+    ]
+    assert found["guest"]["outcome"] == "out", f"the weights are inside: {found['guest']}; {apart.machine.log_of(name)}"
+    found["largest_files"] = dict(
+        sorted(((path.name, path.stat().st_size) for path in outside.iterdir()), key=lambda item: -item[1])[:6]
+    )
+    return found
+
+
+def back(
+    apart: Apart, inside: str, tokens: list[int], prefix: str, *, before: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    rows = []
+    for turn in range(TRIALS):
+        if before:
+            before()
+        rows += servings.restore(apart, inside, tokens, 1, f"{prefix}-{turn}")
+    return {"trials": rows, "medians": medians(rows), "fastest_s": min(row["total_s"] for row in rows)}
+
+
+def forget_pages() -> None:
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def language_model(machine: Machine) -> dict[str, Any]:
+    """Cold starts, then restores with the weights out and in, from memory and from disk."""
+    apart = Apart(machine)
+    base = used()
+    huge = HUGE.read_text()
+    found: dict[str, Any] = {"layers": LAYERS, "weights_bytes": apart.weights, "made_s": apart.made_s}
+    try:
+        rows, tokens = cold(apart, TRIALS, GUEST)
+        found["cold"] = {"trials": rows, "medians": medians(rows)}
+        found["tokens"] = tokens
+        last = f"cold-{TRIALS - 1}"
+        found["take_out"] = taken_apart(apart, last, "/fast/out", MEMORY / "out")
+        machine.remove(last)
+        found["used_mib_between"] = leftover(machine, base)
+        found["out_from_memory"] = back(apart, "/fast/out", tokens, "memory")
+        save(found)
+        HUGE.write_text("always")
+        apart.start("huge", GUEST)
+        apart.answer("huge")
+        found["take_out_huge"] = taken_apart(apart, "huge", "/fast/huge", MEMORY / "huge")
+        machine.remove("huge")
+        written = list((MEMORY / "store").glob("*.weights"))
+        assert len(written) == 1, f"the second snapshot has written the same weights again: {written}"
+        found["out_from_memory_huge"] = back(apart, "/fast/huge", tokens, "huge")
+        found["out_left_running"] = left_running(apart, "/fast/huge", tokens)
+        save(found)
+        if os.environ.get("FERMATA_DISK") != "0":
+            shutil.copytree(MEMORY / "store", machine.folder / "store")
+            apart.store_in("/srv/store")
+            found["out_from_page_cache_huge"] = back(apart, "/fast/huge", tokens, "cached")
+            found["out_from_disk_huge"] = back(apart, "/fast/huge", tokens, "disk", before=forget_pages)
+            apart.store_in("/fast/store")
+            save(found)
+        HUGE.write_text("madvise")
+        shutil.rmtree(MEMORY / "out")
+        shutil.rmtree(MEMORY / "huge")
+        if os.environ.get("FERMATA_INSIDE") != "0":
+            apart.start("inside")
+            apart.answer("inside")
+            found["take_in"] = take(apart, "inside", "/fast/in", MEMORY / "in")
+            machine.remove("inside")
+            found["in_from_memory"] = back(apart, "/fast/in", tokens, "inside")
+    except Exception as error:
+        found["error"] = str(error)[-3000:]
+        save(found)
+        raise
+    finally:
+        HUGE.write_text(huge.partition("[")[2].partition("]")[0])
+        shutil.rmtree(MEMORY, ignore_errors=True)
+    return found
+
+
+def left_running(apart: Apart, inside: str, tokens: list[int]) -> dict[str, Any]:
+    """A take that leaves the server running, and answers before and after it."""
+    machine = apart.machine
+    apart.start("stays", {"fermata/restore-from": inside, **GUEST})
+    try:
+        assert apart.answer("stays")["tokens"] == tokens
+        began = time.monotonic()
+        machine.node.ctr("task", "checkpoint", "--image-path", "/fast/stays", "stays", timeout=400)
+        taken = time.monotonic() - began
+        answer = apart.answer("stays")
+        total = time.monotonic() - began
+        assert answer["tokens"] == tokens, "other tokens after a take that left the server running"
+        assert manifest(MEMORY / "stays")["guest"]["outcome"] == "out"
+        return {"taken_s": taken, "until_answer_s": total, "steps": manifest(MEMORY / "stays")["steps"]}
+    finally:
+        machine.remove("stays")
+        shutil.rmtree(MEMORY / "stays", ignore_errors=True)
+
+
+def several_models(machine: Machine) -> dict[str, Any]:
+    """Three models with shared tensors in one process: each storage once, all tokens the same."""
+    layers = max(2, LAYERS // 4 // 2 * 2)
+    apart = Apart(machine, [SERVER, "several", str(layers)])
+    found: dict[str, Any] = {"layers": layers}
+    try:
+        rows, tokens = cold(apart, 1, GUEST)
+        found["cold"] = rows
+        found["take"] = taken_apart(apart, "cold-0", "/fast/several", MEMORY / "several")
+        machine.remove("cold-0")
+        found["restores"] = back(apart, "/fast/several", tokens, "several")
+        found["bytes"] = sum(pack["bytes"] for pack in found["take"]["packs"])
+        found["until_answer_s"] = statistics.median(row["total_s"] for row in found["restores"]["trials"])
+    finally:
+        shutil.rmtree(MEMORY, ignore_errors=True)
+    return found
+
+
+CASES: dict[str, Callable[[Machine], dict[str, Any]]] = {
+    "language_model": language_model,
+    "several_models": several_models,
+}
