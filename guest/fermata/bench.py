@@ -35,9 +35,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=_numbers, default=[crew.default_size()])
     parser.add_argument("--buffer-mib", type=_numbers, default=[cuda.Options.buffer >> 20])
     parser.add_argument("--flight", type=_numbers, default=[cuda.Options.flight])
-    parser.add_argument(
-        "--by", default="read", help="read, direct (O_DIRECT), mmap (pinned pages), copy (mapped, buffers)"
-    )
+    parser.add_argument("--by", default="read", help="read, direct (O_DIRECT) or mmap")
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--drop", action="store_true", help="drop FILE from the page cache before each trial")
     return parser.parse_args()
@@ -120,7 +118,7 @@ class _Gpu:
 def _options(arguments: argparse.Namespace) -> Iterator[tuple[str, cuda.Options]]:
     sizes = itertools.product(arguments.by.split(","), arguments.threads, arguments.buffer_mib, arguments.flight)
     for by, threads, buffer, flight in sizes:
-        yield by, cuda.Options(threads=threads, buffer=buffer << 20, flight=flight, register=by == "mmap")
+        yield by, cuda.Options(threads=threads, buffer=buffer << 20, flight=flight)
 
 
 def main() -> None:
@@ -143,7 +141,7 @@ def main() -> None:
             descriptor = os.open(arguments.file, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if by == "direct" else 0))
             if arguments.drop:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            source = File(descriptor, by="mmap" if by in ("mmap", "copy") else "read", direct=by == "direct")
+            source = File(descriptor, by="mmap" if by == "mmap" else "read", direct=by == "direct")
             source.open(pack)
             what = {
                 "step": "load",

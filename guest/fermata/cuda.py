@@ -21,14 +21,13 @@ from . import crew
 from .errors import GuestError
 from .file import File
 from .host import damaged
-from .memory import MADV_POPULATE_READ, MADV_POPULATE_WRITE, Map, copy, trim_heap, view
+from .memory import MADV_POPULATE_WRITE, Map, copy, trim_heap, view
 from .pack import Chunk, Pack
 
 CHECK = 8 << 20
 """Bytes that one coefficient table covers: each 4-byte word of a stretch has a coefficient of its own."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
-_READ_ONLY = 8  # cudaHostRegisterReadOnly: for pages that this process cannot write to
 
 
 class Engine:
@@ -51,11 +50,10 @@ class Engine:
         context: contextlib.AbstractContextManager[Any] = self.torch.cuda.stream(stream)
         return context
 
-    def register(self, address: int, length: int, *, read_only: bool = False) -> bool:
+    def register(self, address: int, length: int) -> bool:
         """Pin pages that are mapped already; False where the driver will not."""
         with self.torch.cuda.device(self.device):
-            flags = _PORTABLE | (_READ_ONLY if read_only else 0)
-            if int(self.torch.cuda.cudart().cudaHostRegister(address, length, flags)) == 0:
+            if int(self.torch.cuda.cudart().cudaHostRegister(address, length, _PORTABLE)) == 0:
                 return True
             # The runtime keeps the error and the next launch would report it as its own: let a launch of ours have it.
             with contextlib.suppress(RuntimeError):
@@ -94,19 +92,17 @@ class Engine:
 
 @dataclass(frozen=True)
 class Options:
-    """How bytes move.
+    """How bytes move. Larger buffers and more of them cost more to set up than they gain.
 
     Attributes:
-        threads: each with a stream and buffers of its own.
+        threads: each with a stream and buffers of its own; 0 means as many as there are processors, 16 at most.
         buffer: bytes in one buffer, a multiple of 4096.
-        flight: buffers of one thread (with `register`: chunks of 32 MiB) that are on their way at the same time.
-        register: pin a mapped file's own pages and copy from them; without it they go through buffers.
+        flight: buffers of one thread that are on their way at the same time.
     """
 
     threads: int = 0
     buffer: int = 8 << 20
-    flight: int = 3
-    register: bool = True
+    flight: int = 2
 
     @property
     def crew(self) -> int:
@@ -262,13 +258,10 @@ class _Lane:
             self._streams[engine.device] = engine.stream()
         return self._streams[engine.device]
 
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
     def close(self) -> None:
         try:
-            self.synchronize()
+            for stream in self._streams.values():
+                stream.synchronize()  # also what was sent before something failed
         finally:
             self.buffers.close()
 
@@ -420,8 +413,8 @@ def release(packs: Sequence[tuple[Pack, Engine]], notes: list[str]) -> int:
 class Load:
     """GPU storages on their way back.
 
-    Construction does what needs no GPU: buffers are mapped and filled with the first stretches, pages of mapped files
-    are brought in. `go` says that the GPU is there. `finish` waits for the end.
+    Construction does what needs no GPU: buffers are mapped and filled with the first stretches. `go` says that the GPU
+    is there. `finish` waits for the end.
     """
 
     def __init__(self, packs: Sequence[tuple[Pack, Engine, File]], options: Options, deadline: float) -> None:
@@ -429,7 +422,6 @@ class Load:
         self._options = options
         self._deadline = deadline
         self._jobs = [_Job(pack, engine, file, []) for pack, engine, file in packs]
-        self._register = options.register
         self._go = threading.Event()
         self._cancelled = False
         self._allocated = threading.Condition()
@@ -488,20 +480,13 @@ class Load:
             self._allocated.notify_all()
 
     def _work(self, chunks: Iterator[tuple[_Job, Chunk]]) -> None:
-        number = next(self._numbers)
-        lane = _Lane(number, self._options, [job.engine for job in self._jobs])
-        held: deque[tuple[int, Engine, Any]] = deque()  # registered stretches of mapped files
+        lane = _Lane(next(self._numbers), self._options, [job.engine for job in self._jobs])
         pending: deque[tuple[int, _Job, Chunk, Chunk]] = deque()  # buffers that are filled and not on their way
-        events: dict[int, Any] = {}
+        events: dict[int, Any] = {}  # of buffers that are on their way
         try:
             lane.buffers.populate()
-            self._bring_in(number)
             with self._torch.no_grad():
                 for job, chunk in chunks:
-                    if job.file is not None and job.file.map is not None and self._register:
-                        self._flush(lane, pending, events)
-                        if self._straight(lane, job, chunk, held):
-                            continue
                     for stretch in _stretches(job, chunk, self._options.buffer):
                         turn = next(lane.turns)
                         if turn in events:
@@ -512,20 +497,7 @@ class Load:
                             self._flush(lane, pending, events)
                 self._flush(lane, pending, events)
         finally:
-            try:
-                lane.synchronize()  # also what was sent before something failed
-                while held:
-                    self._let_go(held)
-            finally:
-                lane.close()
-
-    def _bring_in(self, number: int) -> None:
-        """Map pages of mapped files, this thread's share of them, until the GPU is there."""
-        for turn, (job, chunk) in enumerate(_chunks(self._jobs)):
-            if self._go.is_set():
-                return
-            if turn % self._options.crew == number and job.file is not None and job.file.map is not None:
-                job.file.map.advise(MADV_POPULATE_READ, chunk.offset, chunk.length)
+            lane.close()
 
     def _wait(self) -> None:
         if not self._go.wait(max(self._deadline - time.monotonic(), 0)):
@@ -576,28 +548,3 @@ class Load:
             target = bytes_of(self._torch, self._storage(job, piece.part), piece.start, piece.length)
             at = piece.offset - stretch.offset
             target.copy_(source[at : at + piece.length], non_blocking=True)
-
-    def _straight(self, lane: _Lane, job: _Job, chunk: Chunk, held: deque[tuple[int, Engine, Any]]) -> bool:
-        """Copy a chunk from a mapped file's own pages; False where the driver does not pin them (for good, then)."""
-        self._wait()
-        assert job.file is not None and job.file.map is not None
-        if len(held) >= self._options.flight:
-            self._let_go(held)
-        address = job.file.map.address + chunk.offset
-        if not job.engine.register(address, chunk.length, read_only=True):
-            self._register = False
-            return False
-        event = job.engine.event()
-        held.append((address, job.engine, event))
-        stream = lane.stream(job.engine)
-        with job.engine.on(stream):
-            self._send(host_bytes(self._torch, address, chunk.length), job, chunk)
-            job.checks[0].add(chunk, lane.number)
-            event.record(stream)
-        return True
-
-    @staticmethod
-    def _let_go(held: deque[tuple[int, Engine, Any]]) -> None:
-        address, engine, event = held.popleft()
-        event.synchronize()
-        engine.unregister(address)

@@ -16,6 +16,7 @@ from typing import Any, Callable, Iterator, NamedTuple
 from . import host
 from .errors import GuestError
 from .pack import CudaPart, HostPart, Pack
+from .wire import MOST_DESCRIPTORS
 
 
 class Tensor(NamedTuple):
@@ -157,6 +158,10 @@ def collect(registrations: list[Registration]) -> list[Pack]:
             packs.append(
                 Pack(registration.name if len(devices) == 1 else f"{registration.name} ({device})", device, parts)
             )
+    if len(packs) > MOST_DESCRIPTORS:
+        raise GuestError(
+            f"the weights make {len(packs)} files, and {MOST_DESCRIPTORS} is the most: register them together"
+        )
     return packs
 
 
