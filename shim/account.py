@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import time
 
-from shim.errors import UNKNOWN, ShimError
-from shim.ttrpc import Response
+from shim.errors import ShimError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from shim.config import Config
     from shim.log import Log
     from shim.metrics import Change
@@ -25,16 +26,18 @@ class Account:
     bytes      of the snapshot, all its files together
     entries    in its layer; made_by: "upperdir" or "full-diff", None without a layer
     frozen     seconds for which CRIU held the processes
-    steps      seconds of each step; seconds: of all, where that is not the time from the beginning
+    steps      seconds of each step
+    logs       the directory of CRIU's logs, once it is asked to work
     lost       whether the container ended that was to go on
     """
 
     def __init__(self, operation: str, container_id: str, directory: str, config: Config, log: Log) -> None:
         self.operation = operation
+        self.id = container_id
         self.directory = directory
-        self._id = container_id
         self._path = config.metrics_textfile
         self._log = log
+        self._spent = 0.0
         self._began = time.monotonic()
         self.cause = ""
         self.bytes: int | None = None
@@ -42,8 +45,22 @@ class Account:
         self.made_by: str | None = None
         self.frozen: float | None = None
         self.steps: dict[str, float] = {}
-        self.seconds: float | None = None
+        self.logs = ""
         self.lost = False
+
+    def tell(self, manifest: dict[str, Any]) -> None:
+        """Take over what a snapshot's fermata.json has of its size."""
+        layer = manifest.get("layer") or {}
+        self.bytes = sum((manifest.get("files") or {}).values())
+        self.entries, self.made_by = layer.get("entries"), layer.get("made_by")
+
+    def pause(self) -> None:
+        """What comes now, until `resume`, is the client's time."""
+        self._spent += time.monotonic() - self._began
+
+    def resume(self) -> None:
+        """Go on."""
+        self._began = time.monotonic()
 
     def succeeded(self) -> None:
         """It is done."""
@@ -56,12 +73,12 @@ class Account:
         self._write("failure", {"cause": self.cause, **({"lost": True} if self.lost else {}), "error": text})
 
     def _write(self, outcome: str, more: dict[str, object]) -> None:
-        seconds = time.monotonic() - self._began if self.seconds is None else self.seconds
+        seconds = self._spent + time.monotonic() - self._began
         known = {"bytes": self.bytes, "entries": self.entries, "layer": self.made_by, "frozen": _shown(self.frozen)}
         self._log(
             "info" if outcome == "success" else "error",
             _WORDS[self.operation][outcome != "success"],
-            container=self._id,
+            container=self.id,
             directory=self.directory,
             operation=self.operation,
             outcome=outcome,
@@ -130,8 +147,3 @@ def cause_of(error: BaseException | str) -> str:
         frame = frame.tb_next
     name = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
     return name.rpartition(".")[2] or "fault"
-
-
-def answer(error: ShimError) -> Response:
-    """The error as the call's answer."""
-    return Response.failure(error.code or UNKNOWN, str(error))

@@ -101,17 +101,20 @@ def frozen_seconds(work: str) -> float | None:
     return None
 
 
-def explain(log: str, message: str, what: str) -> str:
-    """One sentence for a failed operation: what CRIU's log says was the cause, and where the log is kept."""
+def explain(log: str, message: str, what: str) -> tuple[str, str]:
+    """One sentence for a failed operation: what CRIU's log says was the cause, and where the log is kept. And the
+    cause's name; "unknown" for one that has none, "runtime" when it was none of CRIU's."""
     import criuconf
 
     try:
         explanation = criuconf.explain(log if os.path.exists(log) else message.encode())
     except (OSError, criuconf.CriuConfError) as error:
-        return f"{what}: {message} (the log {log} cannot be read: {error})"
+        return f"{what}: {message} (the log {log} cannot be read: {error})", "unknown"
     trim(log)
     kept = f"; log: {log}" if os.path.exists(log) else ""
-    return f"{what}: {message if explanation is None else explanation.sentence}{kept}"
+    if explanation is None:
+        return f"{what}: {message}{kept}", "runtime"
+    return f"{what}: {explanation.sentence}{kept}", explanation.cause or "unknown"
 
 
 def trim(log: str) -> None:

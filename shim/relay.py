@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from shim.account import Account
     from shim.log import Log
 
     Handler = Callable[["Call"], ttrpc.Response]
@@ -31,11 +32,12 @@ _LINGER = 5.0  # seconds for answers to leave after the stock shim's end
 
 
 class Call:
-    """A call of ours: the request, and when it came."""
+    """A call of ours: the request, when it came, and the take or restore that it has begun or goes on with."""
 
     def __init__(self, request: ttrpc.Request) -> None:
         self.request = request
         self.began = time.monotonic()
+        self.account: Account | None = None
 
     @property
     def deadline(self) -> float | None:

@@ -41,7 +41,7 @@ class Timeline:
         now = time.monotonic()
         self.steps[name] = round(now - self._since, 6)
         self._since = now
-        self._log("info", "restore step", container=self._id, step=name, seconds=f"{self.steps[name]:.3f}")
+        self._log("debug", "restore step", container=self._id, step=name, seconds=f"{self.steps[name]:.3f}")
 
     def keep(self, container: Container, source: str, taken: object) -> None:
         """Write it beside the restore's logs. Raises OSError."""
@@ -150,4 +150,9 @@ def explain_failure(container: Container, message: str) -> str:
     """The stock shim's message of a failed restore, in CRIU's own last words where it left any."""
     from shim.criu import explain
 
-    return explain(f"{container.restore_logs}/restore.log", message, f"restore of {container.restore_source} failed")
+    sentence, cause = explain(
+        f"{container.restore_logs}/restore.log", message, f"restore of {container.restore_source} failed"
+    )
+    if container.account is not None:
+        container.account.cause = container.account.cause or cause
+    return sentence

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layerwriter import Applied
+    from shim.account import Account
     from shim.config import Config
     from shim.guest import Restoring, Taking
     from shim.log import Log
@@ -52,6 +53,7 @@ class Container:
         self.netns: str | None = None
         self.applied: Applied | None = None  # a restored layer that can still be taken back
         self.restore_source: str | None = None
+        self.account: Account | None = None  # of the restore
         self.timeline: Timeline | None = None  # of the restore
         self.taken: object = None  # when the restored snapshot was taken
         self.restore_logs: str | None = None
@@ -93,6 +95,43 @@ class SnapshotShim(RuncShim):
         self._containers: dict[str, Container] = {}
         self._group = False  # whether this process has served several at a time: the containers of a pod
 
+    # Takes and restores, however they end ----------------------------------------------------------------------------
+
+    def _accounted(self, handler: Callable[[Call], Response], call: Call) -> Response:
+        """Answer a call; the take or the restore that ends with it gets its line in the log, and is counted."""
+        try:
+            response = handler(call)
+        except Exception as error:
+            if call.account is None:
+                raise
+            self._failed(call, call.account, error)
+            if not isinstance(error, ShimError):
+                raise
+            return Response.failure(error.code, str(error))
+        if call.account is not None:
+            if response.status is not None and response.status.code:
+                self._failed(call, call.account, response.status.message)
+            elif call.request.method == "Create":
+                call.account.pause()  # until the client starts it
+            else:
+                call.account.succeeded()
+        return response
+
+    def _failed(self, call: Call, account: Account, error: Exception | str) -> None:
+        if account.logs and os.path.exists(f"{account.logs}/dump.log"):  # CRIU has met the container's processes
+            try:
+                state = task.StateResponse.decode(
+                    self.forward_checked(
+                        Call(Request(service=call.request.service, metadata=call.request.metadata)),
+                        task.ExecRequest(id=account.id).encode(),
+                        method="State",
+                    )
+                )
+                account.lost = state.status == task.STOPPED
+            except (ShimError, OSError):
+                account.lost = True  # the stock shim is gone, and what it held with it
+        account.failed(error)
+
     # Create ------------------------------------------------------------------------------------------------------
 
     def create(self, call: Call) -> Response:
@@ -110,6 +149,10 @@ class SnapshotShim(RuncShim):
         container.service = call.request.service
         options = _runc_options(request)
         source = _restore_source(request, options, bundle)
+        if source:
+            from shim.account import RESTORE, Account
+
+            call.account = container.account = Account(RESTORE, request.id, source, self.config, self.log)
         forget(state.namespace, state.id, keep=DAEMON)  # of a container of this name that a crash left
         try:
             state.create()
@@ -161,6 +204,8 @@ class SnapshotShim(RuncShim):
         container.substitute = stdio.Substitute(request, container.state.path)
         container.stdio = (request.stdin, request.stdout, request.stderr)
         container.timeline = timeline = restore.Timeline(self.log, container.state.id)
+        if container.account is not None:
+            container.account.steps = timeline.steps
         explicit = bool(request.checkpoint or options.criu_image_path)
         manifest = restore.check(source, container, bundle, self.config, self.log, explicit=explicit)
         container.weights = restore.hold_weights(manifest, source, bundle, container, self.config, log=self.log)
@@ -182,8 +227,10 @@ class SnapshotShim(RuncShim):
         restore.write_criu_config(container, self.config, self.log)
         container.applied = restore.apply_layer(manifest, source, container, explicit=explicit)
         timeline.step("layer")
+        if container.account is not None:
+            container.account.tell(manifest.data)
         self.log(
-            "info",
+            "debug",
             "restoring",
             container=container.state.id,
             snapshot=source,
@@ -233,7 +280,9 @@ class SnapshotShim(RuncShim):
 
         request = task.ExecRequest.decode(call.request.payload)
         assert container.restore_source is not None
-        began = time.monotonic()
+        call.account = container.account
+        if call.account is not None:
+            call.account.resume()
         timeline = container.timeline
         assert timeline is not None
         timeline.resume()
@@ -264,7 +313,6 @@ class SnapshotShim(RuncShim):
                 around.settle(task.PidResponse.decode(response.payload).pid)
         if response.status is not None and response.status.code:
             response.status.message = restore.explain_failure(container, response.status.message)
-            self.log("error", "restore failed", container=request.id, error=response.status.message)
             if killed := fresh.undo():
                 note(f"killed {killed} processes that waited for a CRIU which is dead")
             # A runc that was killed leaves a root file system mounted there, and then every delete of it fails.
@@ -273,7 +321,6 @@ class SnapshotShim(RuncShim):
             return response
         timeline.step("criu")
         moved = container.weights is not None and self._give_weights(call, container, response, move_gpu_state)
-        self.log("info", "restored", container=request.id, seconds=f"{time.monotonic() - began:.3f}")
         try:
             container.state.drop(unfinished.RECORD)
         except OSError as error:  # the container runs: only after a crash would it be cleaned up after too much
@@ -300,7 +347,12 @@ class SnapshotShim(RuncShim):
         # The names stand here too, so that a container without snapshots does not import what moves GPU state.
         if service == "fermata.v1.Guest":
             return self.guest_call
-        return self.gpu_call if service == "fermata.v1.Gpu" else super()._handler(service, method)
+        if service == "fermata.v1.Gpu":
+            return self.gpu_call
+        handler = super()._handler(service, method)
+        if handler is None or method not in ("Create", "Start", "Checkpoint"):
+            return handler
+        return lambda call: self._accounted(handler, call)
 
     def _gpu(self, call: Call, container: Container) -> Gpu:
         from shim.parking import Gpu
@@ -421,6 +473,7 @@ class SnapshotShim(RuncShim):
 
     def checkpoint(self, call: Call) -> Response:
         """Take a snapshot. Refused before the container is touched where it cannot work."""
+        from shim.account import TAKE, Account
         from shim.take import Take
 
         request = task.CheckpointTaskRequest.decode(call.request.payload)
@@ -428,11 +481,14 @@ class SnapshotShim(RuncShim):
         if container is None:
             return self.forward(call)  # not ours to know: the stock shim says what it thinks of the id
         options = _checkpoint_options(request)
+        directory = options.image_path or request.path
+        call.account = account = Account(TAKE, request.id, directory, self.config, self.log)
         if container.restore_source is not None:  # its CRIU configuration is that of the restore
             raise ShimError(
                 f"{request.id} has not been restored yet: take a snapshot once it runs", FAILED_PRECONDITION
             )
         if not container.take.acquire(False):
+            account.cause = "busy"
             raise ShimError(
                 f"a snapshot of {request.id} is being taken already: wait for it, then try again", FAILED_PRECONDITION
             )
@@ -444,7 +500,6 @@ class SnapshotShim(RuncShim):
                 Request(service=call.request.service, method=call.request.method, metadata=call.request.metadata)
             )
             # containerd 1.7 hands over an empty directory of its own, which it packs, unless the runtime is named runc.
-            directory = options.image_path or request.path
             with self._guest(call, container, directory) as guest:
                 take = Take(
                     container,
@@ -455,6 +510,7 @@ class SnapshotShim(RuncShim):
                     gpu=gpu,
                     guest=guest,
                     deadline=call.deadline,
+                    account=account,
                 )
 
                 def dump(payload: bytes) -> Response:
@@ -481,6 +537,8 @@ class SnapshotShim(RuncShim):
         if container is not None and container.restoring and container.restore_logs is not None:
             from shim import unfinished
 
+            if container.account is not None:
+                container.account.cause = "killed"
             ended = unfinished.end(container.restore_logs)
             self.log("info", f"{method} ends the restore", container=container_id, processes=len(ended))
 

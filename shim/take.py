@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from layerwriter import Layer
+    from shim.account import Account
     from shim.config import Config
     from shim.guest import Taking
     from shim.log import Log
@@ -48,6 +49,7 @@ class Take:
         gpu: Gpu,
         guest: Taking | WithoutGuest,
         deadline: float | None = None,
+        account: Account | None = None,
     ) -> None:
         self.container = container
         self.directory = directory
@@ -59,6 +61,8 @@ class Take:
         self.deadline = deadline  # by time.monotonic(); after it the client waits no more
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None
+        self._account = account
+        self._bytes: int | None = None
         self._frozen: float | None = None
         self._ended = False  # the container has, by this take
         self._staged = False  # all of the snapshot was brought to disk, while CRIU held the processes
@@ -70,6 +74,17 @@ class Take:
             return self._run(dump)
         except OSError as error:
             raise ShimError(f"snapshot of {self.container.state.id} failed: {error}", FAILED_PRECONDITION) from error
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Say what is known of the take, however it ended."""
+        account = self._account
+        if account is None:
+            return
+        account.steps, account.frozen, account.bytes = self.steps, self._frozen, self._bytes
+        if self.layer is not None:
+            account.entries, account.made_by = self.layer.entries, self.layer.made_by
 
     def _run(self, dump: Callable[[bytes], Response]) -> Response:
         from shim import criu
@@ -103,7 +118,9 @@ class Take:
 
         container = self.container
         logs = container.state.new_log_dir("dump")
-        self.log("info", "taking a snapshot", container=container.state.id, directory=self.directory, logs=logs)
+        if self._account is not None:
+            self._account.logs = logs
+        self.log("debug", "taking a snapshot", container=container.state.id, directory=self.directory, logs=logs)
         request = task.CheckpointTaskRequest(id=container.state.id, path=self.directory)
         self.options.image_path = ""
         asked, self.options.work_path = self.options.work_path, logs
@@ -127,10 +144,11 @@ class Take:
                 raise hook.error
             raise ShimError(f"snapshot of {container.state.id} failed: {hook.error}") from hook.error
         if response.status is not None and response.status.code:
-            response.status.message = criu.explain(
+            response.status.message, cause = criu.explain(
                 f"{logs}/dump.log", response.status.message, f"snapshot of {container.state.id} failed"
             )
-            self.log("error", "snapshot failed", container=container.state.id, error=response.status.message)
+            if self._account is not None:
+                self._account.cause = cause
         elif not hook.ran:
             raise ShimError(
                 f"snapshot of {container.state.id} failed: CRIU did not run the action script after the dump; "
@@ -140,7 +158,7 @@ class Take:
         self.steps.update({**self.guest.steps, **self.gpu.steps})
         self.steps["dump"] = time.monotonic() - dumping - sum(self.steps.values())
         for step, seconds in self.steps.items():
-            self.log("info", "snapshot step", container=container.state.id, step=step, seconds=f"{seconds:.3f}")
+            self.log("debug", "snapshot step", container=container.state.id, step=step, seconds=f"{seconds:.3f}")
         self._frozen = criu.frozen_seconds(logs)
         criu.trim(f"{logs}/dump.log")
         if asked:
@@ -208,15 +226,6 @@ class Take:
                 f"container {self.container.state.id} has ended, and its snapshot in {self.directory} is whole but for "
                 f"its name, which could not be given: {error}; rename {manifests.STAGED} there to {manifests.NAME}"
             ) from error
-        self.log(
-            "info",
-            "snapshot taken",
-            container=self.container.state.id,
-            directory=self.directory,
-            seconds=f"{time.monotonic() - self._began:.3f}",
-            frozen=self._frozen,
-            **{name: f"{seconds:.3f}" for name, seconds in self.steps.items()},
-        )
 
     def _upper(self) -> str | None:
         """The upper directory whose layer this snapshot carries, or None. Raises ShimError when it cannot be told."""
@@ -339,6 +348,8 @@ class Take:
 
         container = self.container
         original = json.loads(container.original)
+        files = manifests.files(self.directory)
+        self._bytes = sum(files.values())
         now = time.time()
         data: dict[str, Any] = {
             "version": {"major": manifests.MAJOR, "minor": manifests.MINOR},
@@ -356,7 +367,7 @@ class Take:
                 self.directory,
                 ".".join(map(str, self._criu.version)),
             ),
-            "files": manifests.files(self.directory),
+            "files": files,
             "edits": [{"annotation": annotation, "text": text} for annotation, text in container.edits],
             "layer": None,
             "gpu": self.gpu.record,

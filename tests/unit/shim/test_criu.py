@@ -48,11 +48,18 @@ def test_a_failure_is_told_by_the_log_and_names_it(tmp_path):
     log.write_text(
         "(00.1) Error (criu/files-reg.c:2283): Can't open file var/x on restore: No such file or directory\n"
     )
-    sentence = criu.explain(str(log), "criu failed: type RESTORE errno 0", "restore of /srv/s failed")
+    sentence, cause = criu.explain(str(log), "criu failed: type RESTORE errno 0", "restore of /srv/s failed")
     assert sentence.startswith("restore of /srv/s failed: CRIU: Can't open file var/x on restore")
     assert sentence.endswith(f"; log: {log}")
+    assert cause == "file-missing"
 
 
 def test_without_a_log_the_stock_shims_own_words_are_told(tmp_path):
-    sentence = criu.explain(str(tmp_path / "none.log"), "the moon is full", "snapshot of c failed")
-    assert sentence == "snapshot of c failed: the moon is full"
+    told = criu.explain(str(tmp_path / "none.log"), "the moon is full", "snapshot of c failed")
+    assert told == ("snapshot of c failed: the moon is full", "runtime")
+
+
+def test_an_error_that_is_not_listed_has_no_cause(tmp_path):
+    log = tmp_path / "dump.log"
+    log.write_text("(00.1) Error (criu/new.c:1): Something that nobody has seen before\n")
+    assert criu.explain(str(log), "", "snapshot of c failed")[1] == "unknown"
