@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect": ("shim.inspect", "show what is in a snapshot"),
     "ls": ("shim.inspect", "list the snapshots in a directory"),
     "rm": ("shim.inspect", "remove snapshots"),
+    "prune": ("shim.weights", "remove weights that no snapshot needs any more"),
     "doctor": ("shim.doctor", "say what this node needs to take and restore snapshots"),
     "metrics": ("shim.metrics", "print counts and times of takes and restores in Prometheus' text format"),
     "flush-locks": ("shim.lockrules", "remove the packet filter rules that a dead CRIU left in a network namespace"),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from shim.manifest import Manifest
 
-_STEPS_BEFORE_DUMP = ("gpu_driver", "gpu_lock", "gpu_out")
+_STEPS_BEFORE_DUMP = ("guest_prepare", "guest_write", "guest_release", "gpu_driver", "gpu_lock", "gpu_out")
 _SHOWN_FILES = 12  # of a process, without --files
 
 
@@ -51,7 +51,8 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "rm",
         help="remove snapshots",
-        description="Remove snapshot directories. Anything else is refused, and then nothing is removed.",
+        description="Remove snapshot directories, and the weights that no other snapshot needs. Anything else is "
+        "refused, and then nothing is removed.",
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", help="a snapshot")
     parser.add_argument(
@@ -154,6 +155,7 @@ def _page(found: dict[str, Any], *, all_files: bool) -> list[str]:
         + ", ".join(f"{name} {size(parts[name])}" for name in ("memory", "layer", "tmpfs", "other")),
         f"layer      {_layer(found.get('layer'))}",
         f"GPU        {_gpu(found.get('gpu'))}",
+        *([f"weights    {weights_of(found['guest'])}"] if found.get("guest") else []),
         f"took       {_steps(found.get('steps') or {})}"
         + (f"; the processes stood still for {found['frozen']:.3f} s" if found.get("frozen") is not None else ""),
         *(
@@ -179,6 +181,15 @@ def _gpu(gpu: dict[str, Any] | None) -> str:
     models = ", ".join(f"{entry.get('model')} {entry.get('uuid')}" for entry in gpu.get("gpus") or [])
     held = ", ".join(f"process {entry.get('pid')}: {size(entry.get('bytes') or 0)}" for entry in gpu["processes"])
     return f"{models} (driver {gpu.get('driver')}); {held}"
+
+
+def weights_of(guest: dict[str, Any]) -> str:
+    """What became of a container's weights, for a person."""
+    if guest.get("outcome") != "out":
+        return f"inside: {guest.get('reason')}"
+    packs = [pack for process in guest.get("processes") or [] for pack in process.get("packs") or []]
+    listed = "".join(f"; {pack.get('name')} {size(pack.get('bytes') or 0)} {pack.get('digest')}" for pack in packs)
+    return f"{size(sum(pack.get('bytes') or 0 for pack in packs))} kept out{listed}"
 
 
 def _steps(steps: dict[str, Any]) -> str:
@@ -319,9 +330,25 @@ def rm(args: argparse.Namespace) -> int:
         refuse_to_remove(directory, unfinished=args.unfinished)
     for directory in args.directories:
         began = time.monotonic()
+        record, realpath = _weights(directory), os.path.realpath(directory)
         freed = remove(directory)
-        print(f"{directory}: removed, {size(freed)} in {time.monotonic() - began:.2f} s")
+        text = ""
+        if record:
+            from shim import config, weights
+
+            released, busy = weights.forget(record, config.load(), realpath)
+            text = f", {size(released)} of weights with it" if released else ""
+            text += f"; {busy} of its weights are in use and stay: `fermata prune`" if busy else ""
+        print(f"{directory}: removed, {size(freed)} in {time.monotonic() - began:.2f} s{text}")
     return 0
+
+
+def _weights(directory: str) -> dict[str, Any] | None:
+    """The snapshot's record of weights; None when there is none, or nobody can read it."""
+    try:
+        return manifests.read(directory).data.get("guest")
+    except ShimError:
+        return None
 
 
 def refuse_to_remove(directory: str, *, unfinished: bool) -> None:

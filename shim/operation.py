@@ -43,6 +43,12 @@ def add_parser(subparsers: Any) -> None:
         "--leave-running", dest="exit", action="store_false", help="the container goes on afterwards (the default)"
     )
     after.add_argument("--exit", action="store_true", help="the container ends when its snapshot is complete")
+    parser.add_argument(
+        "--when-ready", action="store_true", help="wait until a program in the container has called snapshot_ready()"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="for --when-ready: how long (default: 600)"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object on stdout")
     containerd.add_options(parser)
     parser.set_defaults(run=checkpoint, exit=False)
@@ -92,6 +98,11 @@ def checkpoint(args: argparse.Namespace) -> int:
     with containerd.connect(args) as client:
         container = client.container(args.container)
         _refuse_others(container, args.namespace)
+        if args.when_ready:
+            from shim import guest
+
+            guest.wait_until_ready(args.namespace, container.id, args.timeout)
+            began = time.monotonic()
         options = CheckpointOptions(exit=args.exit, image_path=directory)
         request = containerd.CheckpointTaskRequest(
             container_id=container.id, options=AnyMessage(type_url=CHECKPOINT_OPTIONS, value=options.encode())
@@ -125,6 +136,10 @@ def checkpoint(args: argparse.Namespace) -> int:
     else:
         steps = ", ".join(f"{name} {took:.2f} s" for name, took in manifest.steps.items() if name != "total")
         print(f"{directory}: {size(total)} in {seconds:.2f} s ({steps})")
+        if manifest.data.get("guest"):
+            from shim.inspect import weights_of
+
+            print(f"weights: {weights_of(manifest.data['guest'])}")
     return 0
 
 
@@ -191,7 +206,7 @@ def _total(directory: str) -> int:
 
 
 def _brief(manifest: Manifest) -> dict[str, Any]:
-    return {name: manifest.data.get(name) for name in ("taken", "container", "layer", "steps", "frozen")}
+    return {name: manifest.data.get(name) for name in ("taken", "container", "layer", "guest", "steps", "frozen")}
 
 
 def _print_json(value: object) -> None:

@@ -28,6 +28,7 @@ from shim.state import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
 
@@ -380,16 +381,39 @@ class Store:
             if self.references(digest):
                 return None
             size = self.size(digest) or 0
-            for path in (self.path(digest), f"{self.directory}/locks/{digest}"):
-                try:
-                    os.unlink(path)
-                except FileNotFoundError:
-                    pass
+            _unlink(self.path(digest))
+            _unlink(f"{self.directory}/locks/{digest}")
             return size
         finally:
             os.close(lock)
 
     # Pruning -----------------------------------------------------------------------------------------------------
+
+    def prune(self, digest: str, *, packed: bool, dry_run: bool = False) -> Pruned:
+        """Remove the references to a pack whose snapshot is gone, and the pack when none is left. Raises OSError."""
+        size = self.size(digest) or 0
+        try:
+            lock = self._locked(digest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Pruned(digest, size, "in use", {}, self.references(digest))
+        try:
+            every = self.references(digest)
+            stale = self.stale(digest, packed=packed)
+            left = {name: directory for name, directory in every.items() if name not in stale}
+            if not dry_run:
+                for name in stale:
+                    self.drop(digest, name)
+            if not left:
+                for path in (f"{self.directory}/locks/{digest}", *(() if dry_run else (self.path(digest),))):
+                    _unlink(path)
+            return Pruned(digest, size, "kept" if left else "removed", stale, left)
+        finally:
+            os.close(lock)
+
+    def known(self) -> list[str]:
+        """Every digest that there is something of: a pack, a reference or a lock."""
+        places = (os.listdir(f"{self.directory}/{place}") for place in ("refs", "locks"))
+        return sorted({*self.digests(), *(name for names in places for name in names if is_digest(name))})
 
     def stale(self, digest: str, *, packed: bool) -> dict[str, str]:
         """The references to a pack whose snapshot is gone: name to directory.
@@ -401,18 +425,6 @@ class Store:
             for name, directory in self.references(digest).items()
             if (packed if name.startswith(_PACKED) else not _needs(directory, digest))
         }
-
-    def referred(self) -> list[str]:
-        """Every digest that has references, whether the pack is there or not."""
-        return sorted(name for name in os.listdir(f"{self.directory}/refs") if is_digest(name))
-
-    def busy(self, digest: str) -> bool:
-        """Whether a take or restore uses a pack. Raises OSError."""
-        try:
-            os.close(self._locked(digest, fcntl.LOCK_EX | fcntl.LOCK_NB))
-        except BlockingIOError:
-            return True
-        return False
 
     def drafts(self) -> Iterator[tuple[str, int]]:
         """Path and bytes of each draft that whoever wrote it has left."""
@@ -431,6 +443,35 @@ class Store:
                 pass  # a take is writing it
             finally:
                 os.close(fd)
+
+
+class Pruned:
+    """What came of a pack when the store was pruned.
+
+    `outcome`: "removed", "kept" (a snapshot needs it) or "in use" (by a take or a restore). `stale`: the references
+    whose snapshot is gone, `left`: the others; both by name, with the snapshot's directory.
+    """
+
+    __slots__ = ("digest", "left", "outcome", "size", "stale")
+
+    def __init__(self, digest: str, size: int, outcome: str, stale: dict[str, str], left: dict[str, str]) -> None:
+        self.digest = digest
+        self.size = size
+        self.outcome = outcome
+        self.stale = stale
+        self.left = left
+
+    @property
+    def packed(self) -> int:
+        """For how many snapshots it is kept that containerd has packed."""
+        return sum(name.startswith(_PACKED) for name in self.left)
+
+
+def _unlink(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
 
 
 def is_digest(text: object) -> bool:
@@ -591,3 +632,104 @@ def hold(record: object, config: Config, snapshot: str) -> Held:
         held.close()
         raise ShimError(f"the weights of {snapshot} cannot be held: {error}", FAILED_PRECONDITION) from error
     return held
+
+
+def forget(record: object, config: Config, snapshot: str) -> tuple[int, int]:
+    """A snapshot is gone: take its references back, and remove what nobody else needs.
+
+    `snapshot` is the path that its directory had. Returns the bytes that were removed, and how many packs stay because
+    somebody uses them at this moment. Raises ShimError.
+    """
+    freed = busy = 0
+    wanted = digests_of(record)
+    token = str(record.get("token")) if isinstance(record, dict) else ""
+    if not wanted or not os.path.isdir(config.weights_directory):
+        return 0, 0
+    store = Store(config.weights_directory)
+    try:
+        for digest in wanted:
+            store.drop(digest, reference(snapshot, token))
+            here = store.size(digest)
+            removed = store.remove(digest)
+            freed += removed or 0
+            busy += removed is None and here is not None and not store.references(digest)
+    except OSError as error:
+        raise ShimError(f"the weights of {snapshot} stay: {error}; `fermata prune` tries again") from error
+    return freed, busy
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command `prune` to argparse's subparsers."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "prune",
+        help="remove weights that no snapshot needs any more",
+        description="Remove from the node's store of weights what no snapshot needs: weights whose snapshots are gone, "
+        "and what a take that died has left. What a take or a restore uses at this moment stays.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument(
+        "--packed",
+        action="store_true",
+        help="also what only snapshots need that containerd has packed into images or archives (ctr, nerdctl, the "
+        "kubelet): where these are cannot be seen from here, so they are taken to be there without this",
+    )
+    parser.add_argument("--json", action="store_true", help="a JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `prune`. Raises ShimError."""
+    from shim import config
+    from shim.host import size
+
+    directory = config.load().weights_directory
+    pruned: list[Pruned] = []
+    drafts: list[tuple[str, int]] = []
+    if os.path.isdir(directory):
+        store = Store(directory)
+        try:
+            for digest in store.known():
+                pruned.append(store.prune(digest, packed=args.packed, dry_run=args.dry_run))
+            for path, bytes_ in store.drafts():
+                drafts.append((path, bytes_))
+                if not args.dry_run:
+                    _unlink(path)
+        except OSError as error:
+            raise ShimError(f"{directory} cannot be pruned: {error}", FAILED_PRECONDITION) from error
+    if args.json:
+        import json
+
+        packs = [
+            {
+                "digest": f"sha256:{found.digest}",
+                "bytes": found.size,
+                "outcome": found.outcome,
+                "gone": sorted(found.stale.values()),
+                "snapshots": sorted(found.left.values()),
+            }
+            for found in pruned
+        ]
+        listing = [{"path": path, "bytes": bytes_} for path, bytes_ in drafts]
+        print(json.dumps({"directory": directory, "dry_run": args.dry_run, "weights": packs, "drafts": listing}))
+        return 0
+    word = "would be removed" if args.dry_run else "removed"
+    for found in pruned:
+        if found.outcome == "removed":
+            why = f"; gone: {', '.join(sorted(found.stale.values()))}" if found.stale else ""
+            print(f"sha256:{found.digest}: {word}, {size(found.size)}{why}")
+        elif found.outcome == "in use":
+            print(f"sha256:{found.digest}: in use, stays, {size(found.size)}")
+        elif found.packed == len(found.left):
+            print(
+                f"sha256:{found.digest}: stays, {size(found.size)}, for {found.packed} snapshots that containerd has "
+                "packed (--packed removes it)"
+            )
+    for path, bytes_ in drafts:
+        print(f"{path}: {word}, {size(bytes_)}, of a take that died")
+    freed = sum(found.size for found in pruned if found.outcome == "removed") + sum(bytes_ for _, bytes_ in drafts)
+    stays = [found for found in pruned if found.outcome != "removed"]
+    print(f"{directory}: {size(freed)} {word}; {size(sum(found.size for found in stays))} in {len(stays)} packs stay")
+    return 0

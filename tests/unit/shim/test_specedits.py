@@ -122,6 +122,7 @@ def test_each_edit_is_switched_off_by_its_annotation():
         IO_URING: "refuse",
         VLLM_WORKERS: "spawn",
         SHM: "own",
+        GUEST: "off",
     }
 
 
