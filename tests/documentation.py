@@ -117,6 +117,7 @@ _CLUSTER = "there is no Kubernetes here; tests/unit/project/test_kubernetes.py l
 _SYSTEMD = "no systemd runs in a node"
 _SUITE = "it is what runs this test, or a part of it"
 _LONG = "it takes minutes, and has checks of its own"
+_GUEST = "it needs a program with the library `fermata`; tests/node/test_guest.py"
 NOT_RUN = {
     ("README.md", "make demo"): _LONG,
     ("README.md", "make test"): _SUITE,
@@ -138,6 +139,19 @@ NOT_RUN = {
         "docs/observability.md",
         "prometheus-node-exporter --collector.textfile.directory=/run/fermata-metrics",
     ): "it does not end, and is another's",
+    (
+        "docs/weights.md",
+        "ctr run -d --runtime io.containerd.fermata.v1 --annotation fermata/guest=on IMAGE server",
+    ): _GUEST,
+    ("docs/weights.md", "fermata checkpoint --when-ready server /srv/snapshots/server"): _GUEST,
+    (
+        "docs/weights.md",
+        "ctr run -d --runtime io.containerd.fermata.v1 --annotation fermata/restore-from=/srv/snapshots/server IMAGE "
+        "server-2",
+    ): _GUEST,
+    ("docs/weights.md", "fermata rm /srv/snapshots/server"): _GUEST,
+    ("docs/weights.md", "fermata prune --dry-run"): _GUEST,
+    ("docs/weights.md", "fermata prune"): _GUEST,
     ("docs/gpu.md", "fermata park model"): "it needs a GPU; tests/gpu/test_gpu.py",
     ("docs/gpu.md", "fermata unpark model"): "it needs a GPU; tests/gpu/test_gpu.py",
     ("docs/network.md", "fermata flush-locks --all"): "it sweeps all of the machine; tests/node/test_network.py",
