@@ -21,6 +21,7 @@ from shim.errors import ShimError
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import NoReturn
 
 COMMANDS = {
     "checkpoint": ("shim.operation", "take a snapshot of a running container into a directory"),
@@ -39,12 +40,20 @@ COMMANDS = {
 """Each command, the module that has it, and what it does."""
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one sentence, as every error of the command is said."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and end with status 2."""
+        self.exit(2, f"fermata: {message}: `{self.prog} --help` shows the syntax\n")
+
+
 def parser(command: str | None) -> argparse.ArgumentParser:
     """The command line's parser; only the module of `command` is imported, the others are named.
 
     Raises ShimError when that module cannot be imported.
     """
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="fermata", description="Take snapshots of running containers, look at them, restore them into new ones."
     )
     top.add_argument("--version", action="version", version=f"fermata {__version__}")
@@ -67,6 +76,9 @@ def main(words: Sequence[str]) -> int:
     """Run one command; the exit status."""
     command = next((word for word in words if not word.startswith("-")), None)
     try:
+        if command is not None and command not in COMMANDS:
+            print(f"fermata: there is no command {command}; there are {', '.join(COMMANDS)}", file=sys.stderr)
+            return 2
         arguments = parser(command).parse_args(words)
         status: int = arguments.run(arguments)
         sys.stdout.flush()

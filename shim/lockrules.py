@@ -45,6 +45,9 @@ OWN = "/proc/thread-self/ns/net"
 MARK = 0xC114
 """SOCCR_MARK (soccr/soccr.h): the mark that CRIU's own packets carry."""
 
+NS_GET_NSTYPE = 0xB703
+"""ioctl(2) of a namespace, since Linux 4.11: its kind, as clone(2) has it (linux/nsfs.h)."""
+
 TABLE_PREFIX = "CRIU-"
 CHAIN = "CRIU"
 HOOKS = ("INPUT", "OUTPUT")
@@ -126,6 +129,17 @@ def flush(path: str | None = None, *, dry_run: bool = False) -> Flushed:
         lock.close()
 
 
+def _is_network_namespace(path: str) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return fcntl.ioctl(handle, NS_GET_NSTYPE) == netns.CLONE_NEWNET
+        finally:
+            os.close(handle)
+    except OSError:  # what is no namespace does not know of the question
+        return False
+
+
 class _Lock:
     """The lock file of one network namespace.
 
@@ -142,7 +156,19 @@ class _Lock:
             self._file = f"{netns.LOCKS}/{self._inode}"
             self._open()
         except OSError as cause:
-            raise ShimError(f"{self.where} cannot be used: {cause}", FAILED_PRECONDITION) from cause
+            raise self._error(cause) from cause
+
+    def _error(self, cause: OSError) -> ShimError:
+        if self._path and not os.path.exists(self._path):
+            return ShimError(
+                f"there is no network namespace {self._path}: `ip netns` lists those with a name, and a process has "
+                "one at /proc/PID/ns/net",
+                FAILED_PRECONDITION,
+            )
+        if self._path and not _is_network_namespace(self._path):
+            return ShimError(f"{self._path} is no network namespace", FAILED_PRECONDITION)
+        reason = f"{cause.strerror or cause}{f' ({cause.filename})' if cause.filename else ''}"
+        return ShimError(f"{self.where} cannot be cleared of CRIU's rules: {reason}", FAILED_PRECONDITION)
 
     def _open(self) -> None:
         self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -207,7 +233,7 @@ class _Lock:
             if note:
                 os.ftruncate(self._descriptor, 0)
         except OSError as cause:
-            raise ShimError(f"{self.where} cannot be cleared of CRIU's rules: {cause}", FAILED_PRECONDITION) from cause
+            raise self._error(cause) from cause
         return flushed
 
     def close(self) -> None:

@@ -147,6 +147,12 @@ def _refuse_others(container: containerd.Container, namespace: str) -> None:
     """Raise ShimError for a container that another shim serves: it would do who knows what, and with --exit end it."""
     if not os.path.isdir(State(namespace, container.id).path):
         runtime = container.runtime.name if container.runtime else "another runtime"
+        if runtime == RUNTIME:
+            raise ShimError(
+                f"the container {container.id} does not run, so there is nothing to take: `ctr -n {namespace} tasks "
+                f"start {container.id}` starts it",
+                FAILED_PRECONDITION,
+            )
         raise ShimError(
             f"no shim of fermata's serves the container {container.id}, whose runtime is {runtime}: start it, under "
             f"{RUNTIME}",
@@ -246,9 +252,12 @@ def _image(client: containerd.Client, manifest: Manifest, args: argparse.Namespa
     recorded = manifest.data.get("container") or {}
     name = args.image or recorded.get("image")
     if not name:
+        # The container's id may be another one's by now, so what containerd says of it is told, and not relied on.
+        known = _image_of(client, str(recorded.get("id") or ""))
+        example = f"; a container {recorded.get('id')} is here, of the image {known}" if known else ""
         raise ShimError(
             f"snapshot {directory} does not say which image it was taken from (`fermata checkpoint` and the "
-            "kubelet tell, others do not): name it with --image",
+            f"kubelet tell, others do not): name it with --image{example}",
             INVALID_ARGUMENT,
         )
     digest = recorded.get("image_digest")
@@ -268,6 +277,16 @@ def _image(client: containerd.Client, manifest: Manifest, args: argparse.Namespa
             FAILED_PRECONDITION,
         )
     return str(name), present
+
+
+def _image_of(client: containerd.Client, container_id: str) -> str:
+    """The image of a container of this namespace; empty when there is no such container, or none is known."""
+    try:
+        return client.container(container_id).image if container_id else ""
+    except ShimError as error:
+        if error.code != NOT_FOUND:
+            raise
+        return ""
 
 
 def _spec(manifest: Manifest, directory: str, args: argparse.Namespace) -> dict[str, Any]:

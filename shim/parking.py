@@ -315,7 +315,7 @@ def daemon_socket(namespace: str, container_id: str, run_dir: str = RUN) -> str:
             found.append((name, recorded.split("\n")[0]))
     if not found:
         where = f"in namespace {namespace}" if namespace else "in any namespace"
-        raise ShimError(f"no container {container_id} of fermata's {where} on this node", NOT_FOUND)
+        raise ShimError(f"no running container {container_id} of fermata's {where} on this node", NOT_FOUND)
     if len(found) > 1:
         known = ", ".join(name for name, _ in found)
         raise ShimError(f"container {container_id} is in several namespaces ({known}): say which, -n NAME")

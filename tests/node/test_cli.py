@@ -151,6 +151,35 @@ def test_what_cannot_be_taken_is_said(node, top):
     )
 
 
+def test_a_container_that_does_not_run_cannot_be_taken(node, top):
+    node.ctr("containers", "create", "--runtime", OURS, IMAGE, "idle")
+    done = fermata(node, "checkpoint", "idle", f"{TOP}/s", check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "fermata: the container idle does not run, so there is nothing to take: `ctr -n default tasks start idle` "
+        "starts it\n",
+    )
+    assert not (top / "s").exists()
+    done = fermata(node, "park", "idle", check=False)
+    assert done.stderr == "fermata: no running container idle of fermata's in any namespace on this node\n"
+    node.ctr("containers", "delete", "idle")
+    start(node, "ended", "true")
+    wait_for(lambda: status(node, "ended") == "STOPPED", "its end")
+    done = fermata(node, "checkpoint", "ended", f"{TOP}/s", check=False)
+    assert (done.returncode, done.stderr.startswith("fermata: snapshot of ended failed: ")) == (1, True)
+    assert "stopped" in done.stderr
+
+
+def test_what_is_not_parked_needs_no_unparking(node, top):
+    start(node, "plain")
+    done = fermata(node, "unpark", "plain", check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "plain is not parked\n", "")
+    done = fermata(node, "park", "plain", check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("fermata: plain has no GPU state: ")
+    assert status(node, "plain") == "RUNNING"
+
+
 # restore ----------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +267,22 @@ def test_an_image_that_is_missing_or_another_one_is_said_at_once(node, top):
     assert done.stderr == (
         f"fermata: snapshot {TOP}/s does not say which image it was taken from (`fermata checkpoint` and the kubelet "
         "tell, others do not): name it with --image\n"
+    )
+    fermata(node, "restore", "--image", IMAGE, f"{TOP}/s", "b")
+    assert status(node, "b") == "RUNNING"
+
+
+def test_of_a_snapshot_that_ctr_took_the_image_is_asked_for_and_suggested(node, top):
+    start(node, "a")
+    node.ctr("tasks", "checkpoint", "--image-path", f"{TOP}/s", "a", check=False)
+    if not (top / "s/fermata.json").exists():
+        pytest.skip("this ctr writes a directory for the stock runtime's name only")
+    assert "image      (not recorded)" in fermata(node, "inspect", f"{TOP}/s").stdout
+    done = fermata(node, "restore", f"{TOP}/s", "b", check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"fermata: snapshot {TOP}/s does not say which image it was taken from (`fermata checkpoint` and the kubelet "
+        f"tell, others do not): name it with --image; a container a is here, of the image {IMAGE}\n",
     )
     fermata(node, "restore", "--image", IMAGE, f"{TOP}/s", "b")
     assert status(node, "b") == "RUNNING"

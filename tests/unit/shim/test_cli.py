@@ -57,6 +57,32 @@ def test_a_failure_is_one_sentence_and_status_1(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["checkpoint", "c"],
+            "the following arguments are required: DIR: `fermata checkpoint --help` shows the syntax",
+        ),
+        (["restore", "--typo", "d", "c"], "unrecognized arguments: --typo: `fermata --help` shows the syntax"),
+        (
+            ["flush-locks", "--all", "--netns", "/x"],
+            "not allowed with argument --all: `fermata flush-locks --help` shows",
+        ),
+        (["dance"], f"there is no command dance; there are {', '.join(cli.COMMANDS)}"),
+        ([], "the following arguments are required: COMMAND: `fermata --help` shows the syntax"),
+    ],
+)
+def test_a_command_line_without_sense_is_one_sentence_and_status_2(words, sentence, capsys):
+    try:
+        status = cli.main(words)
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "")
+    assert said.err.startswith("fermata: ") and sentence in said.err and said.err.count("\n") == 1
+
+
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
     for at in range(3000):
         (tmp_path / f"{'d' * 60}{at}").mkdir()

@@ -467,8 +467,10 @@ def test_a_namespace_that_is_not_there_is_an_error_that_names_it():
 
 def test_a_path_that_is_no_namespace_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ShimError, match="Invalid argument"):
+    with pytest.raises(ShimError, match=r"/file is no network namespace$"):
         lockrules.flush(str(tmp_path / "file"))
+    with pytest.raises(ShimError, match=r"^/proc/self/ns/mnt is no network namespace$"):
+        lockrules.flush("/proc/self/ns/mnt")
 
 
 def test_every_namespace_with_a_name_or_a_process_is_known(space):
@@ -502,4 +504,7 @@ def test_the_command_finds_every_namespace(space, capsys):
 
 def test_the_command_fails_for_a_namespace_that_is_not_there(capsys):
     assert command("--netns", "/run/netns/absent") == 1
-    assert "/run/netns/absent" in capsys.readouterr().err
+    assert capsys.readouterr().err == (
+        "fermata: there is no network namespace /run/netns/absent: `ip netns` lists those with a name, and a process "
+        "has one at /proc/PID/ns/net\n"
+    )

@@ -199,7 +199,7 @@ def test_the_containers_shim_is_found_by_its_id_alone_where_one_namespace_has_it
 
 
 def test_a_container_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ShimError, match="no container box of fermata's in any namespace"):
+    with pytest.raises(ShimError, match="no running container box of fermata's in any namespace"):
         parking.daemon_socket("", "box", str(tmp_path / "none"))
 
 
