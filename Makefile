@@ -67,7 +67,8 @@ install:
 	for unit in socket service; do \
 	  sed 's|/usr/local|$(PREFIX)|' packaging/systemd/fermata-differ.$$unit >$(UNITS)/fermata-differ.$$unit || exit 1; \
 	done
-	for file in packaging/containerd/*.toml packaging/kubernetes/* packaging/tmpfiles/huge-pages.conf packaging/modprobe/*; do \
+	for file in packaging/containerd/*.toml packaging/kubernetes/* packaging/prometheus/* packaging/tmpfiles/huge-pages.conf \
+	  packaging/modprobe/*; do \
 	  sed 's|/usr/local|$(PREFIX)|' $$file >$(SHARE)/$${file##*/} || exit 1; \
 	done
 

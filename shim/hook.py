@@ -3,6 +3,8 @@
 CRIU holds the processes until this program ends. Status 0: go on; any other makes CRIU take the dump back and let the
 processes go on. CRIU runs it without arguments (its configuration file cannot write any), so the shim's socket is
 found by the directory that the images go to. When the shim has died the connection ends, and the dump is taken back.
+
+It is the installed version's, where a shim may be of an earlier one: its name and the two messages stay what they are.
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ def hold() -> bool:
             length = int.from_bytes(head[-4:], "little")
             index: dict[str, Entry] = marshal.loads(os.pread(fd, length, _HEAD))
             if _fits(library, index) or os.path.exists(f"{library}/{CHANGING}"):
-                sys.meta_path.insert(0, Archive(fd, library, index, _HEAD + length))
+                archive = Archive(fd, library, index, _HEAD + length)
+                sys.meta_path.insert(0, archive)
+                archive.exec_module(sys.modules["shim"])  # this very package, which may be the next version's already
                 return True
     except (OSError, ValueError, EOFError, TypeError):
         pass  # a damaged one, or a library that is being replaced at this moment: as if there were none

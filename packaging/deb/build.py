@@ -56,14 +56,19 @@ if [ "$1" = configure ] || [ "$1" = triggered ]; then
     python3 -I /usr/lib/fermata/shim/library.py || find /usr/lib/fermata -name __pycache__ -prune -exec rm -rf {} +
 fi
 rm -f /usr/lib/fermata/.changing
-[ ! -d /run/systemd/system ] || systemctl daemon-reload || :
+if [ -d /run/systemd/system ]; then
+    systemctl daemon-reload || :
+    # It holds the former version open, as shims do, but nothing depends on it: what it is asked meanwhile waits.
+    [ "$1" != configure ] || [ -z "$2" ] || systemctl --quiet try-restart fermata-differ.service || :
+fi
 """
 POSTRM = """#!/bin/sh
 set -e
 [ ! -d /run/systemd/system ] || systemctl daemon-reload || :
 if [ "$1" = purge ]; then
     # What snapshots left beside them: logs, and versions of programs that were asked for. Snapshots themselves stay.
-    rm -rf /var/log/fermata
+    rm -rf /var/log/fermata /run/fermata-metrics
+    rm -f /run/fermata/metrics.lock
     rmdir /run/fermata/* /run/fermata 2>/dev/null || :
 fi
 """

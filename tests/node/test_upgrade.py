@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from node import Node
 from node.containers import IMAGE, OURS, pid, remove, start, status, wait_for
 from node.shims import Shim, daemons
 from node.stack import PROJECT
@@ -26,7 +30,9 @@ def other_version(folder):
     """This version, changed so that none of its modules works in a process that has one of this version's."""
     for name in ("shim", "layerwriter", "criuconf", "differ", "packaging"):
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(PROJECT / "Makefile", folder)
+    for name in ("Makefile", "README.md", "CHANGELOG.md"):
+        shutil.copy(PROJECT / name, folder)
+    (folder / "docs").mkdir()
     init = folder / "shim/__init__.py"
     init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()) + "\nOTHER = True\n")
     for path in [*folder.glob("shim/*.py"), *folder.glob("layerwriter/*.py"), *folder.glob("criuconf/*.py")]:
@@ -153,3 +159,46 @@ def test_containers_are_started_while_a_library_takes_anothers_place(node):
         node.install()
     assert status_ in (0, 1)  # 1: its source went in the middle of a copy
     assert daemons(node) == []
+
+
+@pytest.fixture
+def bare(stack_name):
+    """A node without fermata."""
+    if os.geteuid() != 0:
+        pytest.skip("a node needs root")
+    with Node.up(stack_name=stack_name, install=False) as node:
+        node.import_image()
+        yield node
+
+
+def package(node, tree, out):
+    """Build a tree's package; its path in the node."""
+    argv = [sys.executable, str(tree / "packaging/deb/build.py"), str(out)]
+    built = Path(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout.strip())
+    node.path(f"/srv/{built.name}").write_bytes(built.read_bytes())
+    return f"/srv/{built.name}"
+
+
+@pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="builds a package for Debian")
+def test_a_package_is_upgraded_and_downgraded_under_containers(bare, tmp_path):
+    (tmp_path / "other").mkdir()
+    this = package(bare, PROJECT, tmp_path / "this.out")
+    other = package(bare, other_version(tmp_path / "other"), tmp_path / "other.out")
+    asked = "while [ ! -e /srv/stop ]; do containerd-shim-fermata-v1 -v || echo failed; done >/srv/versions 2>&1"
+    for number, (before, after) in enumerate([(this, other), (other, this)]):
+        bare.exec(["dpkg", "--install", before], timeout=120)
+        start(bare, "old", "python3", "-c", TICK)
+        goes_on(bare, "old")
+        asking = bare.popen(["sh", "-c", asked])
+        bare.exec(["dpkg", "--install", after], timeout=120)
+        bare.exec(["touch", "/srv/stop"])
+        asking.wait(30)
+        bare.exec(["rm", "/srv/stop"])
+        # A shim that starts in the middle of it has the one version or the other.
+        said = re.findall("Version: *(.*)|(failed|Error.*)", bare.path("/srv/versions").read_text())
+        assert {problem for _, problem in said} == {""}
+        assert len({version for version, _ in said}) == 2
+        start(bare, "new", "python3", "-c", TICK)
+        is_usable(bare, "old", f"{number}-old")
+        is_usable(bare, "new", f"{number}-new")
+        assert bare.exec(["find", "/usr/lib/fermata", "-name", ".changing"]).stdout == ""

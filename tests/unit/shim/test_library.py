@@ -88,7 +88,9 @@ def test_while_a_package_manager_replaces_modules_the_former_version_counts(inst
     for name in ("take", "snapshot"):
         (installed / f"shim/{name}.py").write_text("HOOK = 'half'")
     (installed / "shim/state.py").unlink()
-    assert says(installed, "import shim.take, shim.snapshot; print(shim.take.HOOK != 'half')") == ["True", "True"]
+    (installed / "shim/__init__.py").write_text("")
+    program = "import shim.take, shim.snapshot; print(shim.take.HOOK != 'half', shim.__version__ > '')"
+    assert says(installed, program) == ["True", "True", "True"]
 
 
 @pytest.mark.parametrize("kept", [0, 10, 30, 2000])
