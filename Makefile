@@ -35,8 +35,9 @@ node: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/node
 
 # Every fault at every step, hostile input for longer, and load. At most 20 minutes, both stacks together.
+TORTURED = steps faults at_once places hostile load
 torture: $(VENV)/ready
-	FERMATA_TORTURE=1 timeout 1200 $(VENV)/bin/python -m pytest -o timeout=900 tests/node/test_faults.py tests/node/test_hostile.py tests/node/test_load.py
+	FERMATA_TORTURE=1 timeout 1200 $(VENV)/bin/python -m pytest -o timeout=900 $(addprefix tests/node/test_,$(addsuffix .py,$(TORTURED)))
 
 # Random input for the reader of layers, for SECONDS. What it finds is left in a file here.
 SECONDS = 120

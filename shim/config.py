@@ -59,6 +59,14 @@ SETTINGS = (
     ),
     Setting(
         "criu",
+        "restore_timeout",
+        "restore_timeout",
+        3600,
+        "Seconds after which CRIU is ended when its part of a restore has not come to an end: there are images that it "
+        "reads for ever. 0 for no limit.",
+    ),
+    Setting(
+        "criu",
         "options",
         "criu_options",
         {},
@@ -168,6 +176,7 @@ class Config:
     stock_shim: str | None
     criu: str
     ghost_limit: int
+    restore_timeout: int
     criu_options: dict[str, Any]
     network_old_address: str
     network_outside: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import time
 
@@ -10,6 +11,9 @@ from shim.errors import FAILED_PRECONDITION, ShimError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
     from layerwriter import Applied
     from shim.bundle import Bundle
     from shim.config import Config
@@ -57,6 +61,35 @@ class Timeline:
         }
         with open(f"{container.restore_logs}/{KEPT}", "w", encoding="utf-8") as file:
             json.dump(data, file)
+
+
+class Limit:
+    """A context manager around something that `end` is called for when it takes longer than `seconds` (0: never).
+
+    `passed` says whether it was.
+    """
+
+    def __init__(self, seconds: float, end: Callable[[], object]) -> None:
+        self._seconds = seconds
+        self._end = end
+        self._over = _thread.allocate_lock()
+        self.passed = False
+
+    def __enter__(self) -> Limit:
+        self._over.acquire()
+        if self._seconds:
+            _thread.start_new_thread(self._wait, ())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.release()
+
+    def _wait(self) -> None:
+        if not self._over.acquire(True, self._seconds):
+            self.passed = True
+            self._end()
 
 
 def check(

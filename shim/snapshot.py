@@ -302,7 +302,8 @@ class SnapshotShim(RuncShim):
             ),
         )
         around = network.Restore(container.spec, container.bundle, container.restore_source, self.config, note)
-        with around, watch:
+        limit = restore.Limit(self.config.restore_timeout, lambda: unfinished.end(container.restore_logs or ""))
+        with around, watch, limit:
             container.restoring = True
             try:
                 with stdio.Held(container.stdio):
@@ -313,6 +314,14 @@ class SnapshotShim(RuncShim):
                 around.settle(task.PidResponse.decode(response.payload).pid)
         if response.status is not None and response.status.code:
             response.status.message = restore.explain_failure(container, response.status.message)
+            if limit.passed:
+                if container.account is not None:
+                    container.account.cause = "timeout"
+                response.status.message = (
+                    f"restore of {container.restore_source} failed: CRIU had not come to an end after "
+                    f"{self.config.restore_timeout} s ([criu] restore_timeout); "
+                    f"log: {container.restore_logs}/restore.log"
+                )
             if killed := fresh.undo():
                 note(f"killed {killed} processes that waited for a CRIU which is dead")
             # A runc that was killed leaves a root file system mounted there, and then every delete of it fails.

@@ -272,6 +272,18 @@ def test_a_kill_ends_a_restore_that_does_not_end(node, restores):
     restores_again(node)
 
 
+def test_a_restore_that_does_not_end_is_ended_when_its_time_is_over(node, restores):
+    config = node.path("/etc/fermata/config.toml")
+    config.write_text(f"[criu]\nrestore_timeout = 1\n{config.read_text()}")
+    restores.stop_at("pre-restore")
+    client = restoring(node)
+    said = client.communicate(timeout=30)[0].decode()
+    assert "restore of /srv/taken failed: CRIU had not come to an end after 1 s ([criu] restore_timeout)" in said
+    restores.go_on()
+    assert left(node) == []
+    restores_again(node)
+
+
 def test_a_client_that_goes_away_in_a_restore_leaves_a_container_that_answers(node, restores):
     """Nobody is at the other end of its output any more when the stock shim opens it."""
     restores.stop_at("pre-restore")
