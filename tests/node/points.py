@@ -40,7 +40,7 @@ _WITHIN = re.compile(
     r"time\.(monotonic|time)\(|\.(decode|get|acquire|release|update|settle|clear|resume|step|startswith)\("
     r"|allocate_lock|[._]log\(|_tell\(|Request\(|AnyMessage\(|Call\(|Container\(|Take\(|Manifest\(|State\(|Timeline\("
     r"|isinstance\(|round\(|bool\(|fromkeys\(|\.items\(|json\.loads\(|_gpu\(|_options\(|_source\(|runc_directory\("
-    r"|has_own\(|netns\.(choose|enter)\(|\.annotate\(|specedits\.apply\(|take\.run\(|self\._(answer|restore)\("
+    r"|has_own\(|_give_weights\(|netns\.(choose|enter)\(|\.annotate\(|specedits\.apply\(|take\.run\(|self\._(answer|restore)\("
     r"|^finally "
 )
 _CLEANING = (".__exit__", "._close", "._discard", "._undo_create")
