@@ -20,8 +20,10 @@ def tracked() -> list[str]:
     if (PROJECT / ".git").exists():
         names = run("git", "-C", PROJECT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
         return [name for name in names if (PROJECT / name).exists()]
-    lines = (PROJECT / "fermata.egg-info/SOURCES.txt").read_text().splitlines()
-    return [name for name in lines if not name.startswith("fermata.egg-info/")]
+    # Of an unpacked sdist, and of any other copy.
+    left_out = {".git", ".cache", ".venv", "__pycache__", "build", "dist", "fermata.egg-info", "PKG-INFO", "setup.cfg"}
+    names = [path.relative_to(PROJECT) for path in PROJECT.rglob("*") if path.is_file()]
+    return [str(name) for name in names if not left_out.intersection(name.parts) and not name.parts[0].startswith(".")]
 
 
 def sdist(scratch: Path) -> Path:

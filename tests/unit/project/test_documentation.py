@@ -81,6 +81,10 @@ def test_every_command_is_run_by_a_test_or_has_a_reason_not_to_be():
         for one in documentation.commands()
         if one not in run and (one.page, one.text) not in documentation.NOT_RUN
     ]
+    unknown = [
+        f"{one.where}: {one.text}" for one in documentation.commands() if one.program not in documentation.PROGRAMS
+    ]
+    assert unknown == [], "these lines are neither data nor commands that tests/documentation.py knows"
     assert left == [], "tests/documentation.py says how a command of the documentation is run"
     assert set(documentation.NOT_RUN) - named == set(), "these are not in the documentation any more"
     sections = {one.where for one in documentation.commands()}
