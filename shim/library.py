@@ -35,6 +35,7 @@ MAGIC = b"fermata library 1\n"
 CHANGING = ".changing"
 PACKAGES = ("shim", "layerwriter", "criuconf", "differ")
 _NUMBER = sys.modules["_frozen_importlib_external"].MAGIC_NUMBER  # importlib.util has it too, and takes 10 ms to import
+_IMPORTED = (os.stat(__file__).st_ino, os.stat(__file__).st_mtime_ns)
 _HEAD = len(MAGIC) + len(_NUMBER) + 4
 
 
@@ -106,6 +107,18 @@ def _fits(library: str, index: dict[str, Entry]) -> bool:
         if status.st_mtime_ns != modified or status.st_size != size:
             return False
     return True
+
+
+def changed() -> bool:
+    """Whether what this process has not imported yet would be another version's: it holds no archive, and this very
+    file has been replaced or removed since it was imported."""
+    if any(isinstance(finder, Archive) for finder in sys.meta_path):
+        return False
+    try:
+        status = os.stat(__file__)
+    except OSError:
+        return True
+    return (status.st_ino, status.st_mtime_ns) != _IMPORTED
 
 
 def program(module: str) -> list[str]:

@@ -482,6 +482,14 @@ class SnapshotShim(RuncShim):
 
     def checkpoint(self, call: Call) -> Response:
         """Take a snapshot. Refused before the container is touched where it cannot work."""
+        from shim import library
+
+        if library.changed():
+            raise ShimError(
+                "another version of fermata was installed since this container was started, and this installation does "
+                "not keep the former one for it: start the container anew",
+                FAILED_PRECONDITION,
+            )
         from shim.account import TAKE, Account
         from shim.take import Take
 

@@ -47,7 +47,7 @@ class Take:
         log: Log,
         *,
         gpu: Gpu,
-        guest: Taking | WithoutGuest,
+        guest: Taking | WithoutGuest | None = None,
         deadline: float | None = None,
         account: Account | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class Take:
         self.config = config
         self.log = log
         self.gpu = gpu  # whose `dump` the caller puts around the dump
-        self.guest = guest  # as well, around that
+        self.guest = guest or WithoutGuest()  # as well, around that
         self.deadline = deadline  # by time.monotonic(); after it the client waits no more
         self.steps: dict[str, float] = {}
         self.layer: Layer | None = None

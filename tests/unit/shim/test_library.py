@@ -144,3 +144,14 @@ def test_it_takes_a_place_that_is_empty(tmp_path):
     final = tmp_path / "fermata"
     subprocess.run([sys.executable, "-I", str(new / "shim/library.py"), str(new), str(final)], check=True, timeout=60)
     assert says(final, HELD) == ["True", "Archive"]
+
+
+def test_a_process_that_holds_none_knows_when_another_version_has_come(installed):
+    replaced = f"import os; path = {str(installed / 'shim/library.py')!r}\n"
+    replaced += "text = open(path).read(); os.unlink(path); open(path, 'w').write(text)"
+    asked = "print(library.changed())"
+    assert says(installed, f"{asked}\n{replaced}\n{asked}") == ["True", "False", "False"]
+    compile_(installed)
+    os.unlink(library.path_in(str(installed)))
+    removed = REMOVE.format(path=str(installed))
+    assert says(installed, f"{asked}\n{replaced}\n{asked}\n{removed}\n{asked}") == ["False", "False", "True", "True"]
