@@ -136,8 +136,9 @@ class Channel:
         try:
             packs = guest.prepare(deadline)
         except GuestError as error:
-            connection.send({"error": str(error)}, deadline)
+            connection.send({"error": str(error)}, time.monotonic() + 1)
             return
+        sentence = None
         try:
             said = [
                 {
@@ -158,11 +159,12 @@ class Channel:
             guest.write(files, deadline)
             connection.send({"written": True}, deadline)
             _expect(connection, "release", deadline)
-        except BaseException as error:
+        except Exception as error:
+            sentence = process.words(error)
+        if sentence is not None:
             guest.undo()
-            if isinstance(error, GuestError):
-                connection.send({"error": str(error)}, time.monotonic() + 1)
-            raise
+            connection.send({"error": sentence}, time.monotonic() + 1)
+            return
         self._silence = _seconds(message.get("silence"), 60.0)
         self._ticks = 0
         released, notes = guest.release()
@@ -189,7 +191,7 @@ class Channel:
             seconds = dict(coming.seconds)
             size = guest.back(seconds)
         except BaseException as error:
-            sentence = str(error) if isinstance(error, GuestError) else f"{type(error).__name__}: {error}"
+            sentence = process.words(error)
             try:
                 connection.send({"error": sentence}, time.monotonic() + 1)
             except GuestError:

@@ -51,8 +51,13 @@ class Crew(Generic[T]):
         for thread in self._threads:
             thread.join()
         self.seconds = time.monotonic() - self._began
-        if self.failure is not None:
-            raise self.failure
+        failure, self.failure = self.failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # An error that is held by a frame of its own traceback would hold the weights' buffers too.
+            del failure
 
     def _mine(self) -> Iterator[T]:
         while True:

@@ -79,29 +79,29 @@ class Guest:
         if inside:
             raise GuestError(f"{inside} threads were still using the weights at the limit of this step")
         try:
-            self._called = True
-            for callback in self.on_prepare:
-                try:
-                    callback()
-                except Exception as error:
-                    raise GuestError(f"the program's callback {_name(callback)} failed: {_words(error)}") from error
-                _look(deadline)
-            self.packs = weights.collect(self.registrations)
-            weights.check(self.registrations, self.packs)
-            threads = crew.default_size()
-            for pack in self.packs:
-                if pack.device == "cpu":
-                    host.take_digests(pack, threads=threads, deadline=deadline)
-                elif pack.device not in self._engines:
-                    self._engines[pack.device] = cuda.Engine(pack.device)
-            if self._on_gpu():
-                cuda.Take(self._on_gpu(), self.options, deadline).digests()
-        except BaseException as error:
-            self.undo()
-            if isinstance(error, GuestError):
-                raise
-            raise GuestError(_words(error)) from error
-        return self.packs
+            self._prepare(deadline)
+            return self.packs
+        except Exception as error:
+            sentence = words(error)
+        # Out here the error is gone, whose frames hold the weights' buffers: the program may resize them again.
+        self.undo()
+        raise GuestError(sentence)
+
+    def _prepare(self, deadline: float) -> None:
+        self._called = True
+        for callback in self.on_prepare:
+            _call(callback)
+            if time.monotonic() > deadline:
+                raise GuestError("the limit of this step passed in the program's callbacks")
+        self.packs = weights.collect(self.registrations)
+        weights.check(self.registrations, self.packs)
+        for pack in self.packs:
+            if pack.device == "cpu":
+                host.take_digests(pack, threads=crew.default_size(), deadline=deadline)
+            elif pack.device not in self._engines:
+                self._engines[pack.device] = cuda.Engine(pack.device)
+        if self._on_gpu():
+            cuda.Take(self._on_gpu(), self.options, deadline).digests()
 
     def write(self, files: Sequence[File | None], deadline: float) -> None:
         """Write the packs that have a file into it, and close the files.
@@ -118,10 +118,8 @@ class Guest:
             if self._on_gpu():
                 gpu = [file for pack, file in zip(self.packs, files) if pack.device != "cpu"]
                 cuda.Take(self._on_gpu(), self.options, deadline).write(gpu)
-        except GuestError:
-            raise
-        except Exception as error:
-            raise GuestError(f"the weights could not be written: {_words(error)}") from error
+        except OSError as error:
+            raise GuestError(f"the weights could not be written: {error}") from error
         finally:
             for file in files:
                 if file is not None:
@@ -129,8 +127,7 @@ class Guest:
 
     def undo(self) -> None:
         """Go on with the weights where they are: callbacks, then the gate opens."""
-        self.packs = []
-        self._engines = {}
+        self._drop()
         if self._called:
             self._called = False
             for callback in self.on_restore:
@@ -155,7 +152,7 @@ class Guest:
             gc.collect()
             trim_heap()
         except Exception as error:
-            notes.append(f"some memory stays in the snapshot: {_words(error)}")
+            notes.append(f"some memory stays in the snapshot: {words(error)}")
         return released, notes
 
     def arm(self, files: dict[str, File], deadline: float) -> Return:
@@ -188,19 +185,21 @@ class Guest:
         """
         began = time.monotonic()
         for callback in self.on_restore:
-            try:
-                callback()
-            except Exception as error:
-                traceback.print_exc()
-                raise GuestError(f"the program's callback {_name(callback)} failed: {_words(error)}") from error
+            _call(callback)
         seconds["callbacks"] = time.monotonic() - began
         size = sum(pack.bytes for pack in self.packs)
-        self.packs = []
-        self._engines = {}
+        self._drop()
         self._called = False
         self.out = False
         self.gate.open()
         return size
+
+    def _drop(self) -> None:
+        """Hold none of the program's memory any more."""
+        for pack in self.packs:
+            pack.parts = []
+        self.packs = []
+        self._engines = {}
 
     def _on_gpu(self) -> list[tuple[Pack, cuda.Engine]]:
         return [(pack, self._engines[pack.device]) for pack in self.packs if pack.device != "cpu"]
@@ -254,17 +253,19 @@ class Return:
             file.close()
 
 
-def _look(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise GuestError("the limit of this step passed")
+def _call(callback: Callback) -> None:
+    try:
+        callback()
+    except Exception as error:
+        traceback.print_exc()
+        name = getattr(callback, "__qualname__", None) or type(callback).__name__
+        raise GuestError(f"the program's callback {name} failed: {words(error)}") from error
 
 
-def _name(callback: Callback) -> str:
-    return str(getattr(callback, "__qualname__", None) or type(callback).__name__)
-
-
-def _words(error: BaseException) -> str:
-    """An error's first line with its type."""
+def words(error: BaseException) -> str:
+    """An error as one line: its sentence, or its type and its first line."""
+    if isinstance(error, GuestError):
+        return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

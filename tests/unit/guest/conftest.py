@@ -96,10 +96,14 @@ class Call:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
             sent = self.socket.sendmsg([data], rights)
             data = data[sent:]
-        self.socket.sendall(data)
+        if data:
+            self.socket.sendall(data)
 
     def answer(self) -> dict | None:
-        line = self.lines.readline()
+        try:
+            line = self.lines.readline()
+        except ConnectionResetError:  # it is gone, and had not read all that was said to it
+            return None
         return json.loads(line) if line else None
 
     def ask(self, message: dict, descriptors: tuple[int, ...] = ()) -> dict | None:
@@ -180,6 +184,7 @@ class Shim:
             answer = call.ask(message, tuple(descriptors))
             if answer == {"armed": True}:
                 answer = call.ask({"go": True})
+            assert call.answer() is None
             return answer
         finally:
             for descriptor in descriptors:
