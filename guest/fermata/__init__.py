@@ -85,6 +85,11 @@ def snapshot_ready() -> None:
 
 def _listening() -> bool:
     """Whether this is a fermata container; the first time there, start to listen for the shim."""
+    from . import place
+
+    folder = place.directory()
+    if folder is None:
+        return False
     from . import channel
 
-    return channel.start()
+    return channel.start(folder)

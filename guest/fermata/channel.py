@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import sys
 import threading
 import time
@@ -20,31 +19,12 @@ from .file import File
 from .guest import Guest
 from .wire import Connection
 
-DIRECTORY = "/run/fermata"
 PROTOCOL = 1
 LIBRARY = "0.1.0"
 WITHOUT_WEIGHTS = 70
 """The exit status of a process that cannot have its weights back."""
 
 _FIRST = 10.0  # seconds that a connection may be silent before its first message
-
-
-def directory() -> str | None:
-    """Where the shim looks for sockets; None outside a fermata container.
-
-    The shim mounts an empty memory file system there, sticky like /tmp, so its device is not its parent's. On a node
-    that directory holds the shim's own state and is neither. FERMATA_GUEST_DIRECTORY names another one, for tests.
-    """
-    other = os.environ.get("FERMATA_GUEST_DIRECTORY")
-    if other:
-        return other
-    try:
-        found, parent = os.lstat(DIRECTORY), os.stat(os.path.dirname(DIRECTORY))
-    except OSError:
-        return None
-    if stat.S_ISDIR(found.st_mode) and found.st_dev != parent.st_dev and found.st_mode & stat.S_ISVTX:
-        return DIRECTORY
-    return None
 
 
 class Channel:
@@ -283,28 +263,25 @@ class _Own:
     """This process's channel."""
 
     channel: Channel | None = None
+    failed = False
     lock = threading.Lock()
 
 
-def start() -> bool:
-    """Listen, if this process is in a fermata container and does not yet; whether it is in one."""
-    if _Own.channel is not None:
-        return True
-    folder = directory()
-    if folder is None:
-        return False
+def start(folder: str) -> bool:
+    """Listen in this directory, if this process does not yet; whether it does."""
     with _Own.lock:
-        if _Own.channel is None:
+        if _Own.channel is None and not _Own.failed:
             try:
                 _Own.channel = Channel(process.current(), folder)
             except OSError as error:
+                _Own.failed = True
                 print(f"fermata: {folder}: {error}: weights will be inside of snapshots", file=sys.stderr)
-                return False
-    return True
+        return _Own.channel is not None
 
 
 def _in_child() -> None:
     _Own.lock = threading.Lock()  # another thread may have held it at the fork
+    _Own.failed = False
     process.forget()
     if _Own.channel is not None:
         _Own.channel.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import time
 import traceback
 from typing import Any, Callable, Sequence
@@ -36,6 +37,7 @@ class Guest:
         self.packs: list[Pack] = []
         self._engines: dict[str, cuda.Engine] = {}
         self._called = False
+        self._lock = threading.Lock()
 
     def register(self, thing: Any, name: str | None) -> None:
         """Add something to what is kept out of snapshots; a second time does nothing.
@@ -43,8 +45,11 @@ class Guest:
         Raises:
             TypeError, ValueError: it can never be kept out; names what of it.
         """
-        if any(registration.thing is thing for registration in self.registrations):
-            return
+        with self._lock:
+            if not any(registration.thing is thing for registration in self.registrations):
+                self._register(thing, name)
+
+    def _register(self, thing: Any, name: str | None) -> None:
         if name is None:
             name = type(thing).__name__ if weights.is_module(thing) else "weights"
             others = {registration.name for registration in self.registrations}
