@@ -17,7 +17,9 @@ RUN_OURS = "ctr run -d --runtime io.containerd.fermata.v1 IMAGE {} sleep 1000"
 SYNTAX = ("docs/cli.md:The command `fermata`", "docs/layer.md:The layer: a container's own files in a snapshot")
 """Sections whose block is the syntax of commands: tests/unit/project/test_documentation.py compares it with parsers."""
 
-DATA = re.compile(r"\[|# /etc/fermata|metadata:|level=|sys\.path|state  |containerd ──|fermata_\w+\{|fermata_\w+ |\{")
+DATA = re.compile(
+    r"\[|# /etc/fermata|metadata:|level=|sys\.path|state  |containerd ──|fermata_\w+\{|fermata_\w+ |\{|import "
+)
 """How the first line of a block begins that holds no commands: configuration, YAML, Python, output, pictures."""
 
 PROGRAMS = frozenset(
@@ -158,6 +160,14 @@ NOT_RUN = {
     ("docs/weights.md", "fermata rm /srv/snapshots/server"): _GUEST,
     ("docs/weights.md", "fermata prune --dry-run"): _GUEST,
     ("docs/weights.md", "fermata prune"): _GUEST,
+    (
+        "docs/guest.md",
+        "python3 -m pip install ./guest",
+    ): "tests/unit/guest/test_outside.py makes the wheel and looks at it",
+    (
+        "docs/guest.md",
+        "python3 -m fermata.bench /dev/shm/weights --device cuda:0 --threads 8,16 --buffer-mib 4,8 --flight 2,3",
+    ): "it needs a GPU; tests/unit/guest/test_bench.py runs it without one",
     ("docs/gpu.md", "fermata park model"): "it needs a GPU; tests/gpu/test_gpu.py",
     ("docs/gpu.md", "fermata unpark model"): "it needs a GPU; tests/gpu/test_gpu.py",
     ("docs/network.md", "fermata flush-locks --all"): "it sweeps all of the machine; tests/node/test_network.py",

@@ -269,6 +269,8 @@ class _Own:
 
 def start(folder: str) -> bool:
     """Listen in this directory, if this process does not yet; whether it does."""
+    if _Own.channel is not None:
+        return True
     with _Own.lock:
         if _Own.channel is None and not _Own.failed:
             try:
