@@ -34,7 +34,7 @@ class Serving:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.folder = MEMORY
-        shutil.rmtree(MEMORY, ignore_errors=True)
+        clear()
         (MEMORY / "io").mkdir(parents=True)
         began = time.monotonic()
         subprocess.run(
@@ -44,7 +44,8 @@ class Serving:
             stdout=subprocess.DEVNULL,
         )
         self.made_s = time.monotonic() - began
-        machine.graft(str(MEMORY), "/fast")
+        if not machine.node.path("/fast/io").exists():
+            machine.graft(str(MEMORY), "/fast")
         self.weights = sum(path.stat().st_size for path in (MEMORY / "weights").iterdir())
 
     def start(self, name: str, annotations: dict[str, str] | None = None, command: list[str] | None = None) -> float:
@@ -90,6 +91,13 @@ class Serving:
                 for key, value in re.findall(r"(\w+)=([0-9.]+)(?= |$)", line):
                     found[key] = float(value)
         return found
+
+
+def clear() -> None:
+    """Empty the folder in memory. It stays itself, since the node has it mounted."""
+    if MEMORY.exists():
+        for path in MEMORY.iterdir():
+            shutil.rmtree(path)
 
 
 def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -192,7 +200,7 @@ def model_server(machine: Machine) -> dict[str, Any]:
         save(found)
         raise
     finally:
-        shutil.rmtree(MEMORY, ignore_errors=True)
+        clear()
     return found
 
 

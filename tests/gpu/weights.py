@@ -16,6 +16,7 @@ from typing import Any
 
 import serving as servings
 from containers import leftover, manifest
+from contents import contents
 from machine import PROJECT, Machine
 from moving import used
 from serving import LAYERS, MEMORY, SERVER, TRIALS, Serving, medians, save, take
@@ -77,9 +78,9 @@ def taken_apart(apart: Apart, name: str, inside: str, outside: Path) -> dict[str
         for pack in process["packs"]
     ]
     assert found["guest"]["outcome"] == "out", f"the weights are inside: {found['guest']}; {apart.machine.log_of(name)}"
-    found["largest_files"] = dict(
-        sorted(((path.name, path.stat().st_size) for path in outside.iterdir()), key=lambda item: -item[1])[:6]
-    )
+    found["contents"] = contents(outside)
+    log = apart.machine.node.log.read_text(errors="replace").splitlines()
+    found["notes"] = [line.partition("note=")[2] for line in log if "of a program" in line and f"={name} " in line]
     return found
 
 
@@ -92,6 +93,16 @@ def back(
             before()
         rows += servings.restore(apart, inside, tokens, 1, f"{prefix}-{turn}")
     return {"trials": rows, "medians": medians(rows), "fastest_s": min(row["total_s"] for row in rows)}
+
+
+def keep_logs(machine: Machine) -> None:
+    """CRIU's own account of the last restore, for whoever asked for what is measured on the way."""
+    folder = os.environ.get("FERMATA_PARTIAL")
+    logs = sorted(
+        machine.node.logs.glob("fermata/default/*/*-restore/restore.log"), key=lambda path: path.stat().st_mtime
+    )
+    if folder and logs:
+        shutil.copy(logs[-1], folder)
 
 
 def forget_pages() -> None:
@@ -126,7 +137,7 @@ def language_model(machine: Machine) -> dict[str, Any]:
         found["out_left_running"] = left_running(apart, "/fast/huge", tokens)
         save(found)
         if os.environ.get("FERMATA_DISK") != "0":
-            shutil.copytree(MEMORY / "store", machine.folder / "store")
+            shutil.copytree(MEMORY / "store", machine.folder / "store", symlinks=True)
             apart.store_in("/srv/store")
             found["out_from_page_cache_huge"] = back(apart, "/fast/huge", tokens, "cached")
             found["out_from_disk_huge"] = back(apart, "/fast/huge", tokens, "disk", before=forget_pages)
@@ -146,8 +157,9 @@ def language_model(machine: Machine) -> dict[str, Any]:
         save(found)
         raise
     finally:
+        keep_logs(machine)
         HUGE.write_text(huge.partition("[")[2].partition("]")[0])
-        shutil.rmtree(MEMORY, ignore_errors=True)
+        servings.clear()
     return found
 
 
@@ -184,7 +196,7 @@ def several_models(machine: Machine) -> dict[str, Any]:
         found["bytes"] = sum(pack["bytes"] for pack in found["take"]["packs"])
         found["until_answer_s"] = statistics.median(row["total_s"] for row in found["restores"]["trials"])
     finally:
-        shutil.rmtree(MEMORY, ignore_errors=True)
+        servings.clear()
     return found
 
 
