@@ -475,11 +475,18 @@ class Node:
         """The host's pids of all processes in the node's cgroups or in its mount namespace, but not zombies."""
         found = cgroup.processes(self.facts["token"])
         mark = f" fermata-node:{self.facts['token']} "
-        for info in Path("/proc").glob("[0-9]*/mountinfo"):
+        # Most processes share a mount namespace with many others, and its list of mounts is long.
+        marked: dict[str, bool] = {}
+        for directory in os.listdir("/proc"):
+            if not directory.isdigit():
+                continue
             # The process may end while we look.
             with contextlib.suppress(OSError):
-                if mark in info.read_text():
-                    found.add(int(info.parent.name))
+                space = os.readlink(f"/proc/{directory}/ns/mnt")
+                if space not in marked:
+                    marked[space] = mark in Path(f"/proc/{directory}/mountinfo").read_text()
+                if marked[space]:
+                    found.add(int(directory))
         return {pid for pid in found if _running(pid)} - {os.getpid()}
 
 

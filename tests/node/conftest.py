@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from node.containers import Events
-from node.leftovers import clear, leftovers
+from node.leftovers import before, clear, go_back, leftovers
 
 HERE = Path(__file__).parent
+# The fixtures whose nodes are there for many tests.
+NODES = ("running_node", "cluster", "differ_node")
+FAILED = pytest.StashKey()
 
 
 def pytest_collection_modifyitems(items):
@@ -16,10 +19,29 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.node)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    item.stash[FAILED] = report.failed or item.stash.get(FAILED, False)
+    return report
+
+
+@pytest.fixture(autouse=True)
+def tidy(request):
+    """After a test that failed, its nodes are as they were before: for its second run, and for the next test."""
+    found = [(request.getfixturevalue(name)) for name in NODES if name in request.fixturenames]
+    states = [(node, before(node)) for node in found]
+    request.node.stash[FAILED] = False
+    yield
+    for node, state in states:
+        if request.node.stash[FAILED] or leftovers(node, but=state.left):
+            go_back(node, state)
+            node.install()  # tests write into the shim that is installed
+
+
 @pytest.fixture
 def node(running_node):
     """A node with the test image. Every test must end with a node that its containers left clean."""
-    running_node.exec(["rm", "-rf", "/srv/snapshot"])  # of a test that failed
     yield running_node
     running_node.start_containerd()
     clear(running_node)
