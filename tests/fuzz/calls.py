@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shim import ttrpc
+from shim import task, ttrpc
 from shim.task import SERVICES
+from shim.wire import Message
 
 METHODS = (
     "Create",
@@ -30,7 +31,31 @@ METHODS = (
     "",
     "é",
 )
-NAMES = (*SERVICES, "fermata.v1.Gpu", "", "grpc.health.v1.Health")
+NAMES = (*SERVICES, "fermata.v1.Gpu", "fermata.v1.Guest", "", "grpc.health.v1.Health")
+# None is the name of a container that is there.
+IDS = ("none", "", ".", "..", "../../etc", "a/b", "a\nb", "a\0b", "é", "n" * 76, "n" * 77, "n" * 5000, "-", "none ")
+PATHS = (
+    "",
+    "/",
+    "/none",
+    "relative",
+    "/srv/fuzzed/\0",
+    "/srv/fuzzed/\n",
+    "/proc/self/mem",
+    "/dev/null",
+    "/" + "d/" * 3000,
+)
+MESSAGES: dict[str, type[Message]] = {
+    "Create": task.CreateTaskRequest,
+    "Checkpoint": task.CheckpointTaskRequest,
+    "Kill": task.KillRequest,
+    "Start": task.ExecRequest,
+    "Delete": task.ExecRequest,
+    "State": task.ExecRequest,
+    "Resume": task.IdRequest,
+    "Park": task.IdRequest,
+}
+OPTIONS = (task.RUNC_OPTIONS, task.CHECKPOINT_OPTIONS, task.GENERIC_OPTIONS, task.LEGACY_RUNC_OPTIONS, "", "none", "\0")
 
 
 def attack(connect: Callable[[], Any], *, seconds: float, seed: int) -> int:
@@ -71,13 +96,41 @@ def frame(chance: random.Random) -> bytes:
 
 def request(chance: random.Random) -> bytes:
     """A call, with a message of random bytes or one that names a container which is not there."""
-    payload = b"\x0a\x04none" + chance.randbytes(chance.randrange(40)) if chance.random() < 0.7 else b""
+    method = chance.choice(METHODS)
+    if chance.random() < 0.5:
+        method = chance.choice(tuple(MESSAGES))
+        payload = message(chance, MESSAGES[method]).encode()
+    else:
+        payload = b"\x0a\x04none" + chance.randbytes(chance.randrange(40)) if chance.random() < 0.7 else b""
     return ttrpc.Request(
         service=chance.choice(NAMES),
-        method=chance.choice(METHODS),
+        method=method,
         payload=payload,
         timeout_nano=chance.choice((0, 1, -1, 10**9)),
     ).encode()
+
+
+def message(chance: random.Random, kind: type[Message]) -> Message:
+    """A message of a kind, some of its fields set to values that make little sense."""
+    values: dict[str, Any] = {"id": chance.choice(IDS)}
+    for name, field in kind.FIELDS.values():
+        if name == "id" or chance.random() < 0.3:
+            continue
+        if field is bool:
+            values[name] = chance.random() < 0.5
+        elif field is int:
+            values[name] = chance.choice((0, 1, 9, 65, 2**31, 2**32 - 1))
+        elif field is str:
+            values[name] = chance.choice(PATHS)
+        elif field == [task.Mount]:
+            given = [f"{key}={chance.choice(PATHS)}" for key in ("upperdir", "lowerdir", "workdir")]
+            values[name] = [task.Mount(type=chance.choice(("overlay", "bind", "")), options=given)] * chance.randrange(
+                3
+            )
+        elif field is ttrpc.AnyMessage:
+            value = chance.randbytes(chance.randrange(60))
+            values[name] = ttrpc.AnyMessage(type_url=chance.choice(OPTIONS), value=value)
+    return kind(**values)
 
 
 def damaged(chance: random.Random, data: bytes) -> bytes:

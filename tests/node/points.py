@@ -8,6 +8,7 @@ added to one of these functions is met by the tests without a change to them.
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,11 +42,20 @@ _WITHIN = re.compile(
     r"|allocate_lock|[._]log\(|_tell\(|Request\(|AnyMessage\(|Call\(|Container\(|Take\(|Manifest\(|State\(|Timeline\("
     r"|isinstance\(|round\(|bool\(|fromkeys\(|\.items\(|json\.loads\(|_gpu\(|_options\(|_source\(|runc_directory\("
     r"|has_own\(|_give_weights\(|netns\.(choose|enter)\(|\.annotate\(|specedits\.apply\(|take\.run\(|self\._(answer|restore)\("
-    r"|^finally "
+    r"|_give_weights\(|^finally "
 )
 _CLEANING = (".__exit__", "._close", "._discard", "._undo_create")
 MODULE = f"""
 import os, time
+
+if os.path.exists("{FOLDER}/clock"):
+    now, now_ns = time.time, time.time_ns
+
+    def stepped():
+        return 86400 * (os.urandom(1)[0] % 3 - 1)
+
+    time.time = lambda: now() + stepped()
+    time.time_ns = lambda: now_ns() + stepped() * 10**9
 
 def point(name):
     try:
@@ -78,12 +88,17 @@ class Points:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.folder = node.path(FOLDER)
+        self.library = node.path(f"{PREFIX}/lib/fermata/shim")
+        self.renew()
+
+    def renew(self) -> None:
+        """Put the points in, unless they are there: after a test that failed the ordinary fermata is installed."""
         self.folder.mkdir(exist_ok=True)
         self._forget()
-        library = node.path(f"{PREFIX}/lib/fermata/shim")
-        (library / "points.py").write_text(MODULE)
-        for module in STEPS:
-            (library / f"{module}.py").write_text(instrumented(module)[0])
+        if not (self.library / "points.py").exists():
+            for module in STEPS:
+                (self.library / f"{module}.py").write_text(instrumented(module)[0])
+            (self.library / "points.py").write_text(MODULE)
 
     def _forget(self) -> None:
         for name in ("at", "reached"):
@@ -111,10 +126,19 @@ class Points:
         """Let who waits go on, and who would have, not wait."""
         self._forget()
 
+    @contextlib.contextmanager
+    def unsteady_clock(self) -> Iterator[None]:
+        """For shims that are started in it, the time of day goes to and fro by a day when it is asked for."""
+        (self.folder / "clock").touch()
+        try:
+            yield
+        finally:
+            (self.folder / "clock").unlink()
+
     def close(self) -> None:
         """Install the ordinary fermata."""
         self._forget()
-        self.node.path(f"{PREFIX}/lib/fermata/shim/points.py").unlink()
+        (self.library / "points.py").unlink(missing_ok=True)
         self.node.install()
         self.node.exec(["rm", "-r", FOLDER])
 

@@ -137,8 +137,10 @@ def test_of_two_takes_into_a_directory_one_is_refused(node, takes):
 
 @torture
 @pytest.mark.parametrize("leave", [True, False])
-def test_a_signal_in_a_take_reaches_the_program_after_it(node, takes, leave):
+@pytest.mark.parametrize("stage", ["pre-dump", "network-lock", "post-dump"])
+def test_a_signal_in_a_take_reaches_the_program_after_it(node, takes, stage, leave):
     """Where the take ends the container, the signal comes too late for it, and is not in the snapshot."""
+    takes.stop_at(stage)
     told = Path(f"/proc/{pid(node, 'one')}/root/told")
     first = Taking(node, leave_running=leave)
     takes.wait()

@@ -284,9 +284,10 @@ def test_a_restore_that_does_not_end_is_ended_when_its_time_is_over(node, restor
     restores_again(node)
 
 
-def test_a_client_that_goes_away_in_a_restore_leaves_a_container_that_answers(node, restores):
+@pytest.mark.parametrize("stage", OF_A_RESTORE if TORTURE else ["pre-restore"])
+def test_a_client_that_goes_away_in_a_restore_leaves_a_container_that_answers(node, restores, stage):
     """Nobody is at the other end of its output any more when the stock shim opens it."""
-    restores.stop_at("pre-restore")
+    restores.stop_at(stage)
     client = restoring(node)
     restores.wait()
     client.kill()
@@ -332,15 +333,17 @@ def test_a_container_is_cleaned_up_after_whatever_the_configuration_says_by_now(
         config.unlink()
 
 
-def test_a_snapshot_directory_that_vanishes_is_a_failed_take_and_no_more(node, takes):
+@pytest.mark.parametrize("leave", [True, False] if TORTURE else [True])
+@pytest.mark.parametrize("stage", OF_A_TAKE[:-1] if TORTURE else ["post-dump"])
+def test_a_snapshot_directory_that_vanishes_is_a_failed_take_and_no_more(node, takes, stage, leave):
     start(node, "one", "python3", "-c", TICK)
     wait_for(lambda: ticks(node, "one"), "the container to run")
-    takes.stop_at("post-dump")
+    takes.stop_at(stage)
     failed = []
 
     def take():
         try:
-            Shim(node, "one").checkpoint("/srv/taken", timeout=40)
+            Shim(node, "one").checkpoint("/srv/taken", leave_running=leave, timeout=40)
         except CallFailed as error:
             failed.append(str(error))
 

@@ -8,6 +8,7 @@ take the longest, by halves on the two stacks.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import threading
@@ -54,6 +55,7 @@ def stopping(running_node):
 
 @pytest.fixture
 def points(node, stopping):
+    stopping.renew()
     yield stopping
     stopping.go_on()
     node.exec(["rm", "-rf", TAKEN, AGAIN])
@@ -274,6 +276,7 @@ UPPERS = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots"
 def test_a_restore_that_dies_gives_back_the_files_that_it_was_to_replace(node, points):
     """`ctr c restore --rw` has put files there before; the directory that they are in is put aside until the end."""
     begin(node)
+    node.ctr("images", "delete", "snapshot/one:1", check=False)  # of a run that failed
     node.ctr("containers", "checkpoint", "--task", "--rw", "one", "snapshot/one:1")
     remove(node, "one")
     points.plan(named("restore.apply_layer", "layerwriter.apply("), "wait")
@@ -321,3 +324,26 @@ def test_a_client_whose_time_is_over_costs_no_more_than_the_take(node, points):
     assert ticks(node, "one")
     assert files(node) == []
     assert take(node, leave_running=False) is None
+
+
+# The clock -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+def test_a_clock_that_is_set_forth_and_back_harms_nothing(node, points):
+    """The machine's own clock is everybody's: what is set here is what a shim reads of it."""
+    with points.unsteady_clock():
+        begin(node)
+        for number in range(12):  # more than there are logs kept of
+            assert take(node, f"{AGAIN}/{number}") is None
+            assert ticks(node, "one")
+        assert take(node) is None
+        done = restore(node)
+    assert done.returncode == 0, done.stderr
+    assert ticks(node, "two")
+    logs = [path.name for path in node.path("/var/log/fermata/default/one").iterdir()]
+    assert len({name[:8] for name in logs}) > 1, "the clock was not set"
+    taken = json.loads((node.path(TAKEN) / "fermata.json").read_text())
+    restored = json.loads(next(node.path("/var/log/fermata/default/two").glob("*-restore/restore.json")).read_text())
+    for seconds in (*taken["steps"].values(), *restored["steps"].values()):
+        assert 0 <= seconds < 100
