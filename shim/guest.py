@@ -159,13 +159,34 @@ def _in_time(limit: float, work: Callable[[], T], what: str) -> T:
     return results[0]
 
 
-class Channel:
-    """A connection to a program. Raises ChannelError, Gone when nobody listens; every wait ends at `until`."""
+def socket_for(root: str) -> _socket.socket:
+    """A socket for a connection into the container with this root, in its network namespace.
 
-    def __init__(self, listener: Listener, until: float) -> None:
+    A program's end of a connection is in the namespace of whoever connected, and CRIU, which looks into the container's
+    alone, could not dump one that a program does not close. Raises OSError.
+    """
+
+    def make() -> _socket.socket:
+        return _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+
+    namespace = f"{os.path.dirname(root)}/ns/net"
+    if not os.path.lexists(namespace):
+        return make()
+    from shim import netns
+
+    return netns.inside(namespace, make)
+
+
+class Channel:
+    """A connection to a program, through a socket of `socket_for`.
+
+    Raises ChannelError, Gone when nobody listens; every wait ends at `until`.
+    """
+
+    def __init__(self, listener: Listener, sock: _socket.socket, until: float) -> None:
         self.pid = listener.pid
         self._buffer = bytearray()
-        self._sock = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
+        self._sock = sock
         try:
             while True:
                 self._patient(until)
@@ -248,14 +269,26 @@ class Channel:
             raise ChannelError(f"{self} does not say {key!r}")
         return message
 
-    def hang_up(self) -> None:
-        """Wait until the other end has closed too, so that no half of a connection is in a dump, and close."""
+    def let_go(self) -> None:
+        """Say that nothing more comes. `hang_up` waits for the other end to say so too. Idempotent."""
         try:
-            self._sock.settimeout(_HANG_UP)
-            while self._sock.recv(1 << 16):
-                pass
+            self._sock.shutdown(_socket.SHUT_WR)
         except OSError:
-            pass  # the dump says what it thinks of a connection that is still there
+            pass  # closed, or the other end is gone
+
+    def hang_up(self, until: float = 0.0) -> None:
+        """Wait until the other end has closed too, and close: then it holds nothing of ours, which could not be dumped.
+
+        It is waited for until then, and a few seconds at least. Idempotent.
+        """
+        until = max(until, time.monotonic() + _HANG_UP)
+        try:
+            while (left := until - time.monotonic()) > 0:
+                self._sock.settimeout(left)
+                if not self._sock.recv(1 << 16):
+                    break
+        except OSError:
+            pass  # closed, or the dump says what it thinks of what is still there
         self.close()
 
     def close(self) -> None:
@@ -305,6 +338,7 @@ class _Process:
         self.channel = channel
         self.pid = channel.pid
         self.packs: list[Pack] = []
+        self.until = 0.0  # the end of its patience while it holds files of ours
         self.released = False  # from the moment at which it was told to
 
 
@@ -418,7 +452,9 @@ class Taking:
         self.outcome, self.reason = outcome, reason
         self._log("error", "the weights are in the snapshot", container=self._tree.id, reason=reason)
         for process in self._processes:
-            process.channel.close()  # which tells one that has not been released yet to go on
+            process.channel.let_go()  # which tells one that has not been released yet to go on
+        for process in self._processes:
+            process.channel.hang_up(process.until)
         self._close_drafts()
 
     def _init_root(self) -> str:
@@ -429,9 +465,11 @@ class Taking:
         for channel in connect_all(self._init_root(), until):
             self._processes.append(_Process(channel))
         for process in self._processes:
-            seconds = max(until - time.monotonic(), 0.1)
+            # It gives up a little before us, so that it has let go of everything when we do.
+            left = until - time.monotonic()
+            seconds = round(max(left - min(left / 10, 5.0), 0.1), 3)
             process.channel.send(
-                {"protocol": PROTOCOL, "step": "prepare", "seconds": round(seconds, 3), "silence": silence}, until
+                {"protocol": PROTOCOL, "step": "prepare", "seconds": seconds, "silence": silence}, until
             )
         for process in self._processes:
             process.packs = packs_of(process.channel, process.channel.expect("packs", until))
@@ -457,6 +495,7 @@ class Taking:
                     drafts.append(draft)
                 answers.append({"write": True, "by": by} if write else {"write": False})
             descriptors = [draft.fd for draft in drafts if draft.fd is not None]
+            process.until = until
             process.channel.send({"packs": answers, "fds": len(descriptors)}, until, descriptors)
             for draft in drafts:
                 draft.handed_over()
@@ -616,7 +655,7 @@ def connect_all(root: str, until: float) -> list[Channel]:
     try:
         for listener in found:
             try:
-                channels.append(Channel(listener, until))
+                channels.append(Channel(listener, socket_for(root), until))
             except Gone:
                 continue  # what is left of a process that has ended
     except BaseException:
@@ -678,7 +717,7 @@ class Returning:
                 try:
                     if pid not in found:
                         raise Gone(f"process {pid} of the container does not listen")
-                    channel = Channel(found[pid], self._until)
+                    channel = Channel(found[pid], socket_for(root), self._until)
                 except Gone:
                     if self._new:
                         raise

@@ -108,7 +108,7 @@ class Program:
                     os.pwrite(fd, b"x" * len(self.data), 0)
                 else:
                     os.pwrite(fd, self.data, 0)
-            if "write" in self.fails:
+            if callable(self.fails.get("write")):
                 self._say("write", out, {"written": True}, fds)
             else:
                 for fd in fds:

@@ -212,7 +212,8 @@ def test_what_a_program_that_ended_has_left_is_no_program(takes, program):
 
 
 @pytest.mark.parametrize("step", ["prepare", "write"])
-def test_a_program_that_does_not_answer_keeps_its_weights(takes, program, step):
+def test_a_program_that_does_not_answer_keeps_its_weights(takes, program, step, monkeypatch):
+    monkeypatch.setattr(guest, "_HANG_UP", 0.2)
     takes.config.weights_timeout = 1
     program(**{step: "wait"})
     assert "does not answer in time ([weights] timeout)" in inside(takes)
@@ -507,7 +508,7 @@ def test_a_restore_gives_the_weights_to_each_program_after_the_gpu_state(takes, 
     one.steps.clear()
     back = restoring(takes, record)
     monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
-    back.bring_back(1, lambda: one.steps.append("gpu"))
+    back.bring_back(os.getpid(), lambda: one.steps.append("gpu"))
     assert one.steps == ["armed", "gpu", "back"]
     assert (one.got, one.new) == (MODEL, True)
     back.close()
@@ -530,7 +531,7 @@ def test_a_restore_says_why_a_program_cannot_have_its_weights(takes, program, bo
     back = restoring(takes, record)
     monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
     with pytest.raises(ShimError, match=words):
-        back.bring_back(1, lambda: None)
+        back.bring_back(os.getpid(), lambda: None)
     back.close()
 
 
