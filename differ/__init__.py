@@ -5,6 +5,7 @@
     content.py   containerd's content store, from outside
     service.py   the diff service
     server.py    the socket that containerd connects to, and the process around it
+    decline.py   the answer to everything where Python has no gRPC
     check.py     whether the node's containerd has it switched on, for `fermata doctor`
 
 docs/differ.md says how an operator switches it on, and what that changes.

@@ -9,6 +9,7 @@ requests of some hundred bytes: layers go to containerd on another way.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -49,30 +50,49 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     try:
-        import grpc  # noqa: F401
-    except ImportError:
-        print("fermata-differ needs gRPC for Python: install python3-grpcio", file=sys.stderr)
-        return 1
-    try:
         listener = _passed() or _opened(options.socket)
     except OSError as failure:
         print(f"fermata-differ: {options.socket} cannot be opened: {failure.strerror}", file=sys.stderr)
         return 1
-    return _serve(listener, options.address, options.gzip_level)
+    os.umask(0o077)
+    asked = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: asked.set())
+    _check_directory(os.path.dirname(listener.getsockname()))
+    try:
+        import grpc  # noqa: F401
+    except ImportError as missing:
+        print(
+            f"fermata-differ needs gRPC for Python and leaves everything to containerd's own differ until it is there: "
+            f"install python3-grpcio, and systemctl restart fermata-differ ({missing})",
+            file=sys.stderr,
+            flush=True,
+        )
+        return _decline(listener, asked)
+    return _serve(listener, options.address, options.gzip_level, asked)
 
 
-def _serve(listener: socket.socket, containerd: str, gzip_level: int) -> int:
+def _decline(listener: socket.socket, asked: threading.Event) -> int:
+    from differ.decline import decline
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the other side is gone
+            decline(connection)
+
+    _notify("READY=1")
+    _accept(listener, answer, asked)
+    _notify("STOPPING=1")
+    listener.close()
+    return 0
+
+
+def _serve(listener: socket.socket, containerd: str, gzip_level: int, asked: threading.Event) -> int:
     import grpc
 
     from differ import content
     from differ.service import Differ, to_stderr
 
-    os.umask(0o077)
-    asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
     directory = os.path.dirname(listener.getsockname())
-    _check_directory(directory)
     inner = f"{directory}/grpc-{os.getpid()}.sock"
     _remove_strays(directory)
     channel = content.connect(containerd)
@@ -81,7 +101,7 @@ def _serve(listener: socket.socket, containerd: str, gzip_level: int) -> int:
     server.add_generic_rpc_handlers((differ.handler(),))
     server.add_insecure_port(f"unix:{inner}")
     server.start()
-    accepting = _thread(lambda: _accept(listener, inner, asked))
+    accepting = _thread(lambda: _accept(listener, lambda connection: _pass_through(connection, inner), asked))
     _thread(differ.keep_clear)
     _notify("READY=1")
     asked.wait()
@@ -90,7 +110,7 @@ def _serve(listener: socket.socket, containerd: str, gzip_level: int) -> int:
     listener.close()
     server.stop(_GRACE).wait()
     channel.close()
-    os.unlink(inner)
+    _remove_strays(directory)  # gRPC removes its socket too, if it comes to that before the process ends
     return 0
 
 
@@ -127,13 +147,14 @@ def _check_directory(path: str) -> None:
 
 
 def _remove_strays(directory: str) -> None:
-    """gRPC's sockets of processes that were killed."""
+    """gRPC's sockets, of this process and of those that were killed."""
     for name in os.listdir(directory):
         if name.startswith("grpc-") and name.endswith(".sock"):
-            os.unlink(f"{directory}/{name}")
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{directory}/{name}")
 
 
-def _accept(listener: socket.socket, inner: str, ending: threading.Event) -> None:
+def _accept(listener: socket.socket, serve: Callable[[socket.socket], None], ending: threading.Event) -> None:
     # A thread that is blocked in accept(2) would take one more connection after the end, and lose it. Whoever comes
     # meanwhile waits in systemd's socket for the next of us.
     listener.settimeout(0.5)
@@ -148,7 +169,7 @@ def _accept(listener: socket.socket, inner: str, ending: threading.Event) -> Non
         if _peer(connection) != 0:
             connection.close()
             continue
-        _thread(partial(_pass_through, connection, inner))
+        _thread(partial(serve, connection))
 
 
 def _peer(connection: socket.socket) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
+import sys
 
 import pytest
 
-from differ.messages import WRITE, Entry, WriteContentRequest, data_field
+from differ.check import _try
+from differ.messages import DIFF, WRITE, Entry, WriteContentRequest, data_field
 from differ.server import _check_directory, _opened, _remove_strays, main
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def test_a_directory_that_others_can_enter_is_refused(tmp_path):
@@ -46,3 +52,44 @@ def test_a_piece_behind_its_own_field_is_part_of_the_message(size):
     data = os.urandom(size)
     message = WriteContentRequest.decode(head.encode() + data_field(size) + data)
     assert (message.data, message.ref, message.offset, message.labels[0].value) == (data, "r", 7, "b")
+
+
+@pytest.fixture
+def without_grpc(tmp_path):
+    """A fermata-differ whose Python has no gRPC, and the address of its socket."""
+    program = "import sys; sys.modules['grpc'] = None; from differ.server import main; sys.exit(main(sys.argv[1:]))"
+    path = str(tmp_path / "differ" / "differ.sock")
+    process = subprocess.Popen([sys.executable, "-c", program, "--socket", path], stderr=subprocess.PIPE, text=True)
+    assert "python3-grpcio" in process.stderr.readline()
+    yield path
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stderr.close()
+
+
+def test_without_grpc_every_request_is_declined(without_grpc):
+    grpc = pytest.importorskip("grpc")
+    if os.geteuid() != 0:
+        pytest.skip("only root can connect")
+    with grpc.insecure_channel(f"unix:{without_grpc}") as channel:
+        diff = channel.unary_unary(f"/{DIFF}/Diff")
+        # More than what a connection or a request may hold before it is told to go on.
+        for size in (0, 3, 20_000, *[60_000] * 40):
+            with pytest.raises(grpc.RpcError) as failed:
+                diff(bytes(size), timeout=20)
+            assert failed.value.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert "not implemented" in failed.value.details()
+    assert _try(without_grpc) is None
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, PREFACE + b"\xff" * 40, PREFACE + b"\0\0\4\0\0"])
+def test_what_is_no_request_ends_its_connection_alone(without_grpc, said):
+    if os.geteuid() != 0:
+        pytest.skip("only root can connect")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(without_grpc)
+        connection.sendall(said)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+    assert _try(without_grpc) is None
