@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOCKET = "/run/fermata-differ/differ.sock"
+_BUILT_IN = frozenset(("walking", "erofs", "windows", "windows-lcow", "cimfs", "blockcim"))
+"""containerd's own differs, up to 2.3."""
+_OFF = "or, if it is not wanted any more, remove its file from containerd's conf.d, and systemctl restart containerd"
 
 
 class Finding:
@@ -39,8 +43,17 @@ def check(
     """
     if configuration is None:
         return Finding("warning", "containerd's configuration is not known, so neither is who makes its diffs")
-    name, address = _plugin(configuration)
+    plugins = _plugins(configuration)
+    name, address = next(((name, at) for name, at, _ in plugins if "fermata" in at), ("", ""))
     order = _order(configuration)
+    absent = [each for each in order if each not in _BUILT_IN and each not in [plugin[0] for plugin in plugins]]
+    if absent:
+        return Finding(
+            "problem",
+            f"containerd's diff service is to ask {', '.join(order)}, and there is no plugin {', '.join(absent)}: the "
+            "service does not start, nor does what needs it (the CRI plugin, all diffs)",
+            f"write [proxy_plugins.{absent[0]}] too (docs/differ.md), {_OFF}",
+        )
     if not name:
         return Finding(
             "ok",
@@ -63,8 +76,22 @@ def check(
     if wrong is not None:
         return Finding(
             "problem",
-            f"{wrong}, and containerd asks there first for every diff and every layer that it unpacks: both fail",
-            "systemctl enable --now fermata-differ.socket",
+            f"{wrong}, and containerd asks there first for every diff and every layer that it unpacks, and walking "
+            "only after an answer: both fail",
+            f"systemctl enable --now fermata-differ.socket; {_OFF}",
+        )
+    if next(platform for each, _, platform in plugins if each == name) != "unknown/unknown":
+        return Finding(
+            "warning",
+            f"{name} has no platform of its own, so that containerd 2's transfer service can take it for what unpacks "
+            "images, which it does not do",
+            f'put platform = "unknown/unknown" under [proxy_plugins.{name}], and systemctl restart containerd',
+        )
+    if importlib.util.find_spec("grpc") is None:
+        return Finding(
+            "warning",
+            f"what answers on {address} has no gRPC for Python, and leaves every diff to walking",
+            "install python3-grpcio, and systemctl restart fermata-differ",
         )
     if not (quick or _isal)():
         return Finding(
@@ -75,13 +102,14 @@ def check(
     return Finding("ok", f"fermata-differ answers on {address}")
 
 
-def _plugin(configuration: str) -> tuple[str, str]:
-    """The name and the socket of a proxy plugin whose address is a fermata-differ's; ("", "") if there is none."""
+def _plugins(configuration: str) -> list[tuple[str, str, str]]:
+    """Name, address and platform of every proxy plugin that makes diffs."""
+    found = []
     for name, body in re.findall(r"(?m)^\s*\[proxy_plugins\.([^\]]+)\]\n((?:(?!\s*\[).*\n?)*)", configuration):
         values = dict(re.findall(r"(?m)^\s*(\w+)\s*=\s*['\"]([^'\"]*)['\"]", body))
-        if values.get("type") in ("diff", "io.containerd.differ.v1") and "fermata" in values.get("address", ""):
-            return name.strip("'\""), values["address"]
-    return "", ""
+        if values.get("type") in ("diff", "io.containerd.differ.v1"):
+            found.append((name.strip("'\""), values.get("address", ""), values.get("platform", "")))
+    return found
 
 
 def _order(configuration: str) -> list[str]:

@@ -362,9 +362,11 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_content(node, diffs, slow
 
 
 def test_many_requests_at_once_are_answered_in_bounded_memory(node, diffs, base, key):
-    names = [f"{key}-{number}" for number in range(12)]
+    names = [f"{key}-{number}" for number in range(20)]
     for name in names:
         diffs.layer(name, f"open('{name}', 'wb').write(os.urandom(3 << 20))", base[20])
+    diffs.layer(f"{key}-large", "open('zeros', 'wb').truncate(600 << 20)", base[20])
+    large = node.popen(["ctr", "snapshots", "diff", f"{key}-large"], stdout=subprocess.DEVNULL)
     with ThreadPoolExecutor(len(names)) as pool:
 
         def one(name):
@@ -372,10 +374,38 @@ def test_many_requests_at_once_are_answered_in_bounded_memory(node, diffs, base,
 
         for name, listed in zip(names, pool.map(one, names), strict=True):
             assert listed == ["./", name]
+    assert large.wait(60) == 0
     status = Path(f"/proc/{node.differ_pid()}/status").read_text()
     peak = int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")))
     print(f"{len(names)} at once: {peak} KiB at most")
     assert peak < 400 << 10
+
+
+def test_an_order_that_names_no_plugin_is_told_by_containerd_and_by_the_doctor(node, diffs, base, key):
+    diffs.layer(key, CHANGES, base[1])
+    made = diffs.diff(key, base[1])
+    file = node.path("/etc/containerd/conf.d/fermata-differ.toml")
+    both = file.read_text()
+    file.write_text(re.sub(r"\[proxy_plugins.*?\n\n", "", both, flags=re.S))
+    try:
+        node.restart_containerd()
+        with pytest.raises(Failed, match=r"UNIMPLEMENTED: unknown service containerd\.services\.diff"):
+            wait_for(lambda: _unless_unavailable(lambda: diffs.diff(key, base[1])), "containerd's answer")
+        assert doctor(node) == "problem"
+    finally:
+        file.write_text(both)
+        node.restart_containerd()
+    assert wait_for(lambda: _unless(Failed, lambda: diffs.diff(key, base[1])), "the differ") == made
+    assert doctor(node) == "ok"
+
+
+def _unless_unavailable(do):
+    try:
+        return do()
+    except Failed as failure:
+        if failure.code != "UNAVAILABLE":
+            raise
+        return None
 
 
 CONNECT = """

@@ -57,6 +57,7 @@ def machine(stack_name, tmp_path_factory):
 
 @pytest.fixture
 def diffs(machine):
+    machine.exec(["systemctl", "reset-failed", *UNITS], check=False)  # several starts in a short time are what is tried
     program = Diffs(machine)
     yield program
     program.end()
@@ -105,6 +106,16 @@ def test_a_killed_differ_is_back_for_the_next_request(machine, diffs):
         assert diffs.diff("changed", "base") == made
 
 
+def test_a_socket_that_was_stopped_is_open_again_with_containerd(machine, diffs):
+    made = diffs.diff("changed", "base")
+    machine.exec(["systemctl", "stop", *UNITS])
+    with pytest.raises(Failed, match="UNAVAILABLE"):
+        diffs.diff("changed", "base")
+    machine.exec(["systemctl", "restart", "containerd"])
+    assert property_of(machine, "fermata-differ.socket", "ActiveState") == "active"
+    assert diffs.diff("changed", "base") == made
+
+
 def test_a_restart_loses_no_request(machine, diffs):
     def one(number):
         return machine.exec(["sh", "-c", "ctr snapshots diff changed | tar -tzf -"]).stdout
@@ -115,6 +126,24 @@ def test_a_restart_loses_no_request(machine, diffs):
             machine.exec(["systemctl", "restart", "fermata-differ.service"])
             time.sleep(0.3)
         assert {each.result() for each in asked} == {"./\nd/\nd/new\n"}
+
+
+def test_a_differ_without_grpc_leaves_everything_to_containerd(machine, diffs):
+    made = diffs.diff("changed", "base")
+    packages = "/usr/lib/python3/dist-packages"
+    machine.exec(["mv", f"{packages}/grpc", f"{packages}/away"])
+    try:
+        machine.exec(["systemctl", "restart", "fermata-differ.service"])
+        walked = diffs.diff("changed", "base")
+        assert walked["digest"] != made["digest"]
+        diffs.apply("applied", "base", **walked)
+        assert diffs.differences("applied", "changed", seconds=True) == []
+        assert doctor(machine)[0] == "warning"
+        assert "python3-grpcio" in told(machine)
+    finally:
+        machine.exec(["mv", f"{packages}/away", f"{packages}/grpc"])
+    machine.exec(["systemctl", "restart", "fermata-differ.service"])
+    assert diffs.diff("changed", "base") == made
 
 
 def test_gone_altogether_containerd_starts_and_says_what_it_lacks(machine, diffs):

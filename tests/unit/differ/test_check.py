@@ -28,6 +28,7 @@ VERSION_2 = """
   [proxy_plugins.fermata]
     address = "/run/fermata-differ/differ.sock"
     capabilities = []
+    platform = "unknown/unknown"
     type = "diff"
 
     [proxy_plugins.fermata.exports]
@@ -66,6 +67,29 @@ def test_first_and_silent_is_a_problem_for_every_image(printed):
 @pytest.mark.parametrize("order", [("walking", "fermata"), ("fermata",)])
 def test_an_order_that_cannot_work_is_a_problem(printed, order):
     assert check(configured(printed, *order), lambda path: None).level == "problem"
+
+
+@BOTH
+@pytest.mark.parametrize("order", [("fermata", "walking"), ("walking", "fermata")])
+def test_an_order_that_names_no_plugin_stops_containerds_services(printed, order):
+    alone = configured(printed, *order).partition("[proxy_plugins]")[0]
+    found = check(alone, lambda path: None)
+    assert found.level == "problem"
+    assert "there is no plugin fermata" in found.text
+    assert "proxy_plugins.fermata" in found.fix
+    assert "conf.d" in found.fix
+
+
+@BOTH
+def test_differs_of_others_are_none_of_ours(printed):
+    others = configured(printed, "erofs", "walking").replace("fermata", "others")
+    assert check(others, lambda path: "not asked").level == "ok"
+
+
+@BOTH
+def test_the_platform_keeps_the_transfer_service_away(printed):
+    wrong = configured(printed, "fermata", "walking").replace("unknown/unknown", "linux/amd64")
+    assert check(wrong, lambda path: None, lambda: True).level == "warning"
 
 
 @BOTH
