@@ -1,7 +1,8 @@
 """How long containerd's diff of a container takes, and how long the container stands still for it.
 
 Containers of a large image, and the same clients' commands with containerd's own walking differ and with
-fermata-differ in front of it, in one node. Then a large layer beside a copy of the same files to the same disk.
+fermata-differ in front of it, in one node, by turns: what else the machine does meets both. Then a large layer beside
+a copy of the same files to the same disk.
 
     python3 bench/differ.py [--stack sid trixie] [--entries 200000] [--files 200 6000] [--size 19456] [--rounds 3]
                              [--gzip-level 1] [--large 2048]
@@ -62,6 +63,7 @@ ROWS = (
     "ctr snapshots diff, uncompressed",
     "ctr c checkpoint --task --rw",
     "  the container stood still",
+    "ctr c checkpoint --task, no layer",
 )
 
 
@@ -94,18 +96,17 @@ def timed(node: Node, *argv: str) -> float:
     return time.monotonic() - began
 
 
-def measure(node: Node, name: str, root: Path, rounds: int, label: str) -> dict[str, list[float]]:
-    """The seconds of every row, once for each round."""
-    found: dict[str, list[float]] = {row: [] for row in ROWS}
-    for number in range(rounds):
-        found[ROWS[0]].append(timed(node, "ctr", "snapshots", "diff", name))
-        found[ROWS[1]].append(timed(node, "ctr", "snapshots", "diff", "--media-type", TAR, name))
-        (root / "run/measuring").unlink()
-        wait(root / "run/measuring")
-        reference = f"bench/{name}-{label}:{number}"
-        found[ROWS[2]].append(timed(node, "ctr", "containers", "checkpoint", "--task", "--rw", name, reference))
-        time.sleep(0.1)
-        found[ROWS[3]].append(float((root / "run/longest").read_text()))
+def measure(node: Node, name: str, root: Path, label: str) -> dict[str, float]:
+    """The seconds of every row."""
+    found = {ROWS[0]: timed(node, "ctr", "snapshots", "diff", name)}
+    found[ROWS[1]] = timed(node, "ctr", "snapshots", "diff", "--media-type", TAR, name)
+    (root / "run/measuring").unlink()
+    wait(root / "run/measuring")
+    checkpoint = ("ctr", "containers", "checkpoint", "--task")
+    found[ROWS[2]] = timed(node, *checkpoint, "--rw", name, f"bench/{name}:{label}")
+    time.sleep(0.1)
+    found[ROWS[3]] = float((root / "run/longest").read_text())
+    found[ROWS[4]] = timed(node, *checkpoint, name, f"bench/{name}:{label}-alone")
     return found
 
 
@@ -141,22 +142,28 @@ def bench(stack: str, arguments: argparse.Namespace, scratch: Path) -> None:
             roots[files] = start(node, reference, f"wrote-{files}", program)
         for root in roots.values():
             wait(root / "run/longest")
-        load = os.getloadavg()[0]
-        walking, ours = {}, {}
-        for files, root in roots.items():
-            walking[files] = measure(node, f"wrote-{files}", root, arguments.rounds, "walking")
+        loads = [os.getloadavg()[0]]
         node.use_differ("--gzip-level", str(arguments.gzip_level))
-        node.restart_containerd()
-        for files, root in roots.items():
-            ours[files] = measure(node, f"wrote-{files}", root, arguments.rounds, "ours")
+        conf = node.path("/etc/containerd/conf.d/fermata-differ.toml")
+        text = conf.read_text()
+        found: dict[tuple[str, int, str], list[float]] = {}
+        for number in range(arguments.rounds):
+            for differ in ("walking", "fermata"):
+                conf.write_text(text if differ == "fermata" else "")
+                node.restart_containerd()
+                for files, root in roots.items():
+                    taken = measure(node, f"wrote-{files}", root, f"{differ}-{number}")
+                    for row, seconds in taken.items():
+                        found.setdefault((differ, files, row), []).append(seconds)
+            loads.append(os.getloadavg()[0])
         print(
             f"stack {stack}, image of {arguments.entries} entries, {arguments.rounds} rounds, medians, gzip level "
-            f"{arguments.gzip_level}; load {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores"
+            f"{arguments.gzip_level}; load {' '.join(f'{load:.1f}' for load in loads)}, {os.cpu_count()} cores"
         )
         for files in arguments.files:
             print(f"{f'{files} files of {arguments.size} bytes written':36} {'walking':>10} {'fermata':>10}")
             for row in ROWS:
-                one, other = statistics.median(walking[files][row]), statistics.median(ours[files][row])
+                one, other = (statistics.median(found[differ, files, row]) for differ in ("walking", "fermata"))
                 print(f"{row:36} {one:8.3f} s {other:8.3f} s   {one / other:6.1f} times as fast", flush=True)
         if arguments.large:
             large(node, reference, arguments.large, arguments.rounds)
