@@ -35,8 +35,10 @@ class Program:
         self.pid, self.data, self.fails = pid, data, fails
         self.steps, self.held, self.got = [], [], None
         self.socket = socket.socket(socket.AF_UNIX)
+        path = f"{folder}/{pid}.sock"
         directory = os.open(folder, os.O_PATH)
-        self.socket.bind(f"/proc/self/fd/{directory}/{pid}.sock")
+        # CRIU binds to the same path again; a long one is no socket's.
+        self.socket.bind(path if len(path) < 108 else f"/proc/self/fd/{directory}/{pid}.sock")
         os.close(directory)
         self.socket.listen(8)
         self.enough = threading.Event()
