@@ -129,6 +129,7 @@ def examine(address: str, directories: list[str]) -> Iterator[Line]:
         ("room", lambda: _room(daemon, directories)),
         ("lock rules", _lock_rules),
         ("network namespaces", _network_namespaces),
+        ("running shims", _running_shims),
         ("operator's command", _library),
     ]
     for name, look in looks:
@@ -573,6 +574,25 @@ def _containers() -> list[tuple[str, str]]:
         namespace, name = path.rstrip("/").split("/")[-2:]
         found.append((namespace, name))
     return found
+
+
+def _running_shims(proc: str = "/proc") -> Iterator[Line]:
+    """How many shims run, and of which version: each keeps the library that it holds open, replaced or not."""
+    running = former = 0
+    for folder in glob.glob(f"{proc}/[0-9]*"):
+        try:
+            with open(f"{folder}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")[:4]
+            if not any(word.endswith(f"/shim/{SHIM}".encode()) for word in words):
+                continue
+            held = [os.readlink(link) for link in glob.glob(f"{folder}/fd/*")]
+        except OSError:  # it has ended
+            continue
+        running += 1
+        former += any("/__pycache__/library." in target and target.endswith(" (deleted)") for target in held)
+    if running:
+        more = f", {former} of them of an earlier version, which their containers keep until they end" if former else ""
+        yield Line("ok", "running shims", f"{running}{more}")
 
 
 def _library() -> Iterator[Line]:

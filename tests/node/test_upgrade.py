@@ -129,8 +129,10 @@ def test_a_snapshot_is_taken_by_the_version_that_the_container_was_started_with(
     node.install(tree)
     try:
         assert "9.9.9" in node.exec(["containerd-shim-fermata-v1", "-v"]).stdout
-        Shim(node, "old").checkpoint("/srv/up")
         start(node, "new", "python3", "-c", TICK)
+        said = node.exec(["fermata", "doctor"], check=False).stdout
+        assert re.search(r"running shims: \d+, 1 of them of an earlier version", said)
+        Shim(node, "old").checkpoint("/srv/up")
         with pytest.raises(Exception, match="the other version"):
             Shim(node, "new").checkpoint("/srv/up-2")
     finally:

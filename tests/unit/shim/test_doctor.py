@@ -208,3 +208,18 @@ def test_a_runtime_of_ours_with_another_cgroup_driver_is_a_problem(quote, kind, 
 )
 def test_which_criu_can_dump_an_internet_socket_on_which_kernel_is_known(criu, kernel, able):
     assert doctor.dumps_internet_sockets(criu, kernel) == able
+
+
+def test_shims_of_an_earlier_version_are_told_from_those_of_this_one(tmp_path):
+    shim = "python3\0-I\0-S\0/usr/local/bin/../lib/fermata/shim/containerd-shim-fermata-v1\0-id\0a\0"
+    library = "/usr/local/lib/fermata/__pycache__/library.cpython-311"
+    for pid, (command, held) in enumerate(
+        [(shim, library), (shim, f"{library} (deleted)"), ("sleep\0001", f"{library} (deleted)"), (shim, "/dev/null")]
+    ):
+        (tmp_path / f"{pid}/fd").mkdir(parents=True)
+        (tmp_path / f"{pid}/cmdline").write_text(command)
+        (tmp_path / f"{pid}/fd/3").symlink_to(held)
+    [line] = doctor._running_shims(str(tmp_path))
+    assert line.level == "ok"
+    assert line.text == "3, 1 of them of an earlier version, which their containers keep until they end"
+    assert list(doctor._running_shims(str(tmp_path / "none"))) == []
