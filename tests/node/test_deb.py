@@ -67,7 +67,9 @@ def test_the_package_works_and_leaves_nothing(bare, package):
 
     # What serves a running container is in memory: it outlives the package.
     first = pid(bare, "song")
-    bare.exec(["dpkg", "--purge", "fermata"], timeout=60)
+    bare.path("/etc/containerd/conf.d/differ.toml").write_text('# address = "/run/fermata-differ/differ.sock"\n')
+    said = bare.exec(["dpkg", "--purge", "fermata"], timeout=60).stderr
+    assert "containerd's configuration still names fermata-differ" in said
     assert (status(bare, "song"), pid(bare, "song")) == ("RUNNING", first)
     assert bare.ctr("tasks", "exec", "--exec-id", "x", "song", "echo", "works").stdout == "works\n"
     remove(bare, "song")
