@@ -42,7 +42,7 @@ _WITHIN = re.compile(
     r"|allocate_lock|[._]log\(|_tell\(|Request\(|AnyMessage\(|Call\(|Container\(|Take\(|Manifest\(|State\(|Timeline\("
     r"|isinstance\(|round\(|bool\(|fromkeys\(|\.items\(|json\.loads\(|_gpu\(|_options\(|_source\(|runc_directory\("
     r"|has_own\(|_give_weights\(|netns\.(choose|enter)\(|\.annotate\(|specedits\.apply\(|take\.run\(|self\._(answer|restore)\("
-    r"|_give_weights\(|^finally "
+    r"|_give_weights|^finally "
 )
 _CLEANING = (".__exit__", "._close", "._discard", "._undo_create")
 MODULE = f"""

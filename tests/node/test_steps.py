@@ -2,8 +2,8 @@
 
 Where a step fails (no space, no descriptor) the take or restore fails with a sentence, or goes on without what is not
 needed. Where the daemon dies, all is cleaned up after. Never is a container lost with its snapshot, nothing is left, no
-call hangs, and the same works the next time. `make test` meets some of the steps, `make torture` all; deaths, which
-take the longest, by halves on the two stacks.
+call hangs, and the same works the next time. `make test` meets some of the steps, `make torture` all, half of them on
+each of the two stacks.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ def named(function, words):
     return found
 
 
-def some(found, every):
-    return found if TORTURE else found[::every]
+def some(node, found, every):
+    """All of them, by halves on the two stacks; or the few of `make test`."""
+    return half(node, found) if TORTURE else found[::every]
 
 
 def half(node, found):
@@ -149,7 +150,7 @@ def test_a_step_of_a_take_that_fails_costs_no_more_than_the_take(node, points):
     assert take(node, AGAIN) is None
     met = [step for step in points.seen() if touches(step)]
     held = descriptors(node)
-    for step in some(met, 12):
+    for step in some(node, met, 12):
         node.exec(["rm", "-rf", AGAIN])
         points.plan(step, "fail")
         said = take(node, AGAIN)
@@ -174,7 +175,7 @@ def test_a_step_that_fails_never_costs_a_container_and_its_snapshot(node, points
     met = [step for step in points.seen() if touches(step)]
     after = met[next(at for at, step in enumerate(met) if step.startswith("take._Hook._answer")) :]
     begin(node)
-    for step in some(after, 12):
+    for step in some(node, after, 12):
         node.exec(["rm", "-rf", TAKEN])
         points.plan(step, "fail")
         said = take(node, leave_running=False)
@@ -201,7 +202,7 @@ def test_a_step_of_a_restore_that_fails_leaves_nothing(node, points):
     assert restore(node).returncode == 0
     met = [step for step in points.seen() if touches(step)]
     remove(node, "two")
-    for step in some(met, 20):
+    for step in some(node, met, 20):
         points.plan(step, "fail")
         done = restore(node)
         assert points.reached, step
@@ -225,7 +226,7 @@ def test_the_daemon_dies_at_a_step_of_a_take(node, points, leave):
     points.seen()
     assert take(node, AGAIN, leave_running=leave) is None
     remove(node, "one")
-    for step in half(node, points.seen()):
+    for step in half(node, points.seen()[leave::2]):
         if step.startswith(("snapshot.SnapshotShim.create", "snapshot.SnapshotShim.start", "criu.")):
             continue  # those of the container's own start; and the configuration is written before anything is done
         node.exec(["rm", "-rf", AGAIN])
