@@ -69,6 +69,20 @@ def test_the_commands_for_the_source_tree_work_on_one_node():
     assert [" up " in in_order[0], " down " in in_order[-1], len(in_order) > 6] == [True] * 3
 
 
+def test_the_python_of_the_page_on_nodes_works():
+    if os.geteuid() != 0:
+        pytest.skip("a node needs root")
+    lines = (PROJECT / "docs/node.md").read_text().split("\nIn Python:\n\n")[1].splitlines()
+    program = "\n".join(line[4:] for line in lines[: lines.index("")]).replace('"…"', '""')
+    assert "restart_containerd" in program
+    program = f"import sys\n{program}\n    print(node.ctr('tasks', 'list').stdout)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[3] == "one"
+
+
 @scenarios("bare")
 def test_the_commands_for_a_machines_configuration_work_in_their_order(scenario, tmp_path):
     if os.geteuid() != 0:
