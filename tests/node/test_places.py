@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -43,30 +44,37 @@ def test_nothing_is_run_from_run(node):
         node.exec(["rm", "-rf", PLACE])
 
 
-@pytest.fixture(params=["xfs", "btrfs"])
-def disk(node, request, tmp_path):
-    """A file system of its own at PLACE, of 512 MiB."""
-    kind = request.param
-    program = shutil.which(f"mkfs.{kind}", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
-    if program is None:
-        pytest.skip(f"mkfs.{kind} is not installed")
+@contextlib.contextmanager
+def mounted(node, kind, file, place=PLACE):
+    """A file system in a file, mounted in the node; made if there is none. Skips the test where that cannot be."""
     if kind not in node.exec(["cat", "/proc/filesystems"]).stdout.split():
         pytest.skip(f"this kernel has no {kind}")
-    file = tmp_path / "disk"
-    with file.open("wb") as made:
-        made.truncate(512 << 20)
-    subprocess.run([program, str(file)], check=True, capture_output=True, timeout=60)
+    if not file.exists():
+        program = shutil.which(f"mkfs.{kind}", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+        if program is None:
+            pytest.skip(f"mkfs.{kind} is not installed")
+        with file.open("wb") as made:
+            made.truncate(512 << 20)
+        subprocess.run([program, str(file)], check=True, capture_output=True, timeout=60)
     loop = subprocess.run(["losetup", "--find", "--show", str(file)], capture_output=True, text=True, check=False)
     if loop.returncode != 0:
         pytest.skip(f"no loop device: {loop.stderr.strip()}")
     device = loop.stdout.strip()
     try:
-        node.exec(["mkdir", "-p", PLACE])
-        node.exec(["mount", "-t", kind, device, PLACE])
-        yield PLACE
-        node.exec(["umount", PLACE])
+        node.exec(["mkdir", "-p", place])
+        node.exec(["mount", "-t", kind, *(["-o", "nouuid"] if kind == "xfs" else []), device, place])
+        try:
+            yield place
+        finally:
+            node.exec(["umount", place])
     finally:
         subprocess.run(["losetup", "--detach", device], check=True)
+
+
+@pytest.fixture(params=["xfs", "btrfs"])
+def disk(node, request, tmp_path):
+    with mounted(node, request.param, tmp_path / "disk") as place:
+        yield place
 
 
 @torture

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -22,6 +23,7 @@ from node.shims import CallFailed, Shim
 from shim.errors import ShimError
 from tests.node.points import Points, steps, touches
 from tests.node.test_faults import TICK, ticks
+from tests.node.test_places import mounted
 
 TORTURE = "FERMATA_TORTURE" in os.environ
 TAKEN, AGAIN = "/srv/taken", "/srv/again"
@@ -75,8 +77,8 @@ def take(node, directory=TAKEN, *, leave_running=True, name="one"):
     return None
 
 
-def restore(node, name="two", *options):
-    words = ("--runtime", OURS, "--annotation", f"fermata/restore-from={TAKEN}", *options)
+def restore(node, name="two", *options, source=TAKEN):
+    words = ("--runtime", OURS, "--annotation", f"fermata/restore-from={source}", *options)
     return node.ctr("run", "--detach", *words, IMAGE, name, "true", check=False, timeout=60)
 
 
@@ -348,3 +350,38 @@ def test_a_clock_that_is_set_forth_and_back_harms_nothing(node, points):
     restored = json.loads(next(node.path("/var/log/fermata/default/two").glob("*-restore/restore.json")).read_text())
     for seconds in (*taken["steps"].values(), *restored["steps"].values()):
         assert 0 <= seconds < 100
+
+
+# Power loss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+def test_after_a_power_loss_a_snapshot_is_whole_or_none(node, points, tmp_path):
+    """What a disk has been given by a moment is what it has after a power loss then: a file behind a loop device, which
+    is copied while the take waits."""
+    begin(node)
+    file, moments = tmp_path / "disk", {}
+    steps_of_it = {"before its name": "os.rename(", "with its name": "_sync("}
+    with mounted(node, "xfs", file) as place:
+        for moment, words in steps_of_it.items():
+            points.plan(named("manifest.publish", words), "wait")
+            thread = threading.Thread(target=take, args=(node, f"{place}/{moment[:4]}"))
+            thread.start()
+            wait_for(lambda: points.reached, "the step")
+            moments[moment] = shutil.copyfile(file, tmp_path / moment)
+            points.go_on()
+            thread.join(40)
+        moments["at the end"] = shutil.copyfile(file, tmp_path / "at the end")
+    found = {}
+    for moment, copy in moments.items():
+        with mounted(node, "xfs", copy) as place:
+            for directory in node.path(place).iterdir():
+                named_so = (directory / "fermata.json").exists()
+                found.setdefault(directory.name, []).append(named_so)
+                if named_so:
+                    done = restore(node, "two", source=f"{place}/{directory.name}")
+                    assert done.returncode == 0, (moment, directory.name, done.stderr)
+                    assert ticks(node, "two")
+                    remove(node, "two")
+    assert found["befo"] == [False, True, True]
+    assert found["with"][-1]
