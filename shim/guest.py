@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shim.config import Config
     from shim.log import Log
     from shim.snapshot import Container
+    from shim.state import State
     from shim.weights import Pack
 
     T = TypeVar("T")
@@ -523,9 +524,15 @@ class Taking:
         if not out or self._store is None:
             return
         began = time.monotonic()
+        wanted = [(process.pid, [pack.digest for pack in process.packs]) for process in out]
+        if self._tree.paused():  # parked, since the GPU has no room for its state: a frozen program takes nothing
+            owe(self._container.state, wanted, self._store)
+            for process in out:
+                process.released = False
+            return
         back = Returning(
             self._tree.id,
-            [(process.pid, [pack.digest for pack in process.packs]) for process in out],
+            wanted,
             self._store,
             self._config,
             new=False,
@@ -812,14 +819,7 @@ class Restoring:
 
         `pid` is the container's first process. Raises ShimError and what `between` raises: nothing may run on then.
         """
-        wanted = [
-            (
-                int(process.get("pid") or 0),
-                [str(pack.get("digest")).removeprefix("sha256:") for pack in process.get("packs") or []],
-            )
-            for process in self._record.get("processes") or []
-        ]
-        back = Returning(self._id, wanted, self._store, self._config, new=True)
+        back = Returning(self._id, _wanted(self._record), self._store, self._config, new=True)
         try:
             back.arm(f"/proc/{pid}/root")
             between()
@@ -850,6 +850,61 @@ def restoring(record: object, config: Config, log: Log, container_id: str, snaps
     except BaseException:
         held.close()
         raise
+
+
+# Owed -------------------------------------------------------------------------------------------------------------
+
+OWED = "fermata.json"
+"""File of the state directory of a container that was parked without its weights. For the store, which its reference
+leads there, it is a snapshot that needs them."""
+
+
+def owe(state: State, wanted: Iterable[tuple[int, list[str]]], store: weights.Store) -> None:
+    """Keep for later which weights a container's programs must have back. Raises ShimError, OSError."""
+    import json
+
+    processes = [
+        {"pid": pid, "packs": [{"digest": f"sha256:{digest}"} for digest in digests]} for pid, digests in wanted
+    ]
+    record = {"processes": processes}
+    state.write(OWED, json.dumps({"version": {"major": 1, "minor": 1}, "directory": store.directory, "guest": record}))
+    for digest in weights.digests_of(record):
+        store.refer(digest, weights.reference(state.path, ""), state.path)
+
+
+def pay(state: State, root: str, config: Config) -> None:
+    """Give a container that goes on what it is owed, if anything. Raises ShimError."""
+    import json
+
+    text = state.read(OWED)
+    if text is None:
+        return
+    kept = json.loads(text)
+    store = weights.Store(kept["directory"])
+    wanted = _wanted(kept["guest"])
+    back = Returning(state.id, wanted, store, config, new=False)
+    try:
+        back.arm(root)
+        back.go()
+        state.drop(OWED)
+        for _, digests in wanted:
+            for digest in digests:
+                store.drop(digest, weights.reference(state.path, ""))
+    except OSError as error:
+        raise ShimError(f"the weights of {state.id} cannot be given back: {error}", FAILED_PRECONDITION) from error
+    finally:
+        back.close()
+
+
+def _wanted(record: dict[str, Any]) -> list[tuple[int, list[str]]]:
+    """Pid and digests of each program in a snapshot's record."""
+    return [
+        (
+            int(process.get("pid") or 0),
+            [str(pack.get("digest")).removeprefix("sha256:") for pack in process.get("packs") or []],
+        )
+        for process in record.get("processes") or []
+    ]
 
 
 # Readiness --------------------------------------------------------------------------------------------------------

@@ -387,7 +387,11 @@ class SnapshotShim(RuncShim):
             raise ShimError(f"no call {call.request.method}: there are {', '.join(METHODS)}", UNIMPLEMENTED)
         with container.take:  # waits for a snapshot that is being taken
             gpu = self._gpu(call, container)
-            text = gpu.park() if call.request.method == "Park" else gpu.unpark()
+            if call.request.method == "Park":
+                text = gpu.park()
+            else:
+                text = gpu.unpark()
+                self._pay(call, container)
         return Response(payload=Report(text=text).encode())
 
     def resume(self, call: Call) -> Response:
@@ -397,6 +401,7 @@ class SnapshotShim(RuncShim):
             return self.forward(call)
         with container.take:
             self._gpu(call, container).unpark()
+            self._pay(call, container)
         return Response()
 
     # Weights -----------------------------------------------------------------------------------------------------
@@ -441,6 +446,23 @@ class SnapshotShim(RuncShim):
             weights.close()
         timeline.step("weights")
         return True
+
+    def _pay(self, call: Call, container: Container) -> None:
+        """Give a container that was parked in the middle of a take the weights that it is without since.
+
+        Raises ShimError, and then the container has ended.
+        """
+        if not container.guest:
+            return
+        from shim import guest
+
+        try:
+            guest.pay(
+                container.state, guest.root_of(container.state.id, self._of_our_own(call, container)), self.config
+            )
+        except ShimError:
+            self._end(call, container)
+            raise
 
     def _end(self, call: Call, container: Container) -> None:
         """Kill a container that must not go on, and wait for its end."""

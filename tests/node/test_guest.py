@@ -28,9 +28,9 @@ MOUNT = ("--mount", f"type=bind,src={SHARE},dst=/opt/guest,options=rbind:ro")
 ON = ("--annotation", "fermata/guest=on", *MOUNT)
 TAKEN = "/srv/taken"
 
-# Answers with the digest of its weights; its first words are what it has loaded them from.
+# Its answer depends on every byte of its weights.
 SERVER = """
-import hashlib, json, os, sys, threading, time
+import json, os, sys, time, zlib
 sys.path.insert(0, "/opt/guest")
 import fermata
 with open("/opt/guest/model", "rb") as file:
@@ -42,14 +42,14 @@ fermata.on_restore(lambda: events.append("restore"))
 rounds = 0
 while True:
     with fermata.using():
-        answer = hashlib.sha256(model).hexdigest()
+        answer = zlib.crc32(model)
     rounds += 1
     with open("/state.new", "w") as file:
         json.dump({"rounds": rounds, "answer": answer, "events": events}, file)
     os.rename("/state.new", "/state")
     if os.path.exists("/ready") or rounds == 3 and sys.argv[1:] != ["late"]:
         fermata.snapshot_ready()
-    time.sleep(0.02)
+    time.sleep(0.1)
 """
 STAND_IN = """
 import json, os, sys, time

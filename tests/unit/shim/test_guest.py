@@ -151,6 +151,26 @@ def test_what_a_program_notes_cannot_change_a_terminal(takes, program):
     assert notes == ["trimmed [31m"]
 
 
+def test_a_container_that_is_parked_in_its_take_has_its_weights_back_once_it_goes_on(takes, box, program):
+    """Its GPU had no room for its state any more: it is frozen, and takes nothing."""
+    one = program()
+
+    def park():
+        box.paused = True
+
+    box.state.create()
+    takes.take(during=park, fails=True)
+    assert one.steps == ["prepare", "write", "release"]
+    assert takes.store.prune(hex_of(MODEL), packed=True).outcome == "kept"
+    box.paused = False
+    guest.pay(box.state, str(box.root), takes.config)
+    assert one.got == MODEL
+    assert takes.store.prune(hex_of(MODEL), packed=False).outcome == "removed"
+    one.steps.clear()
+    guest.pay(box.state, str(box.root), takes.config)
+    assert one.steps == []
+
+
 def test_a_take_that_ends_the_container_gives_nothing_back(takes, program):
     one = program()
     takes.take(exits=True)
