@@ -24,8 +24,8 @@ from .host import damaged
 from .memory import MADV_POPULATE_WRITE, Map, copy, trim_heap, view
 from .pack import Chunk, Pack
 
-CHECK = 8 << 20
-"""Bytes that one coefficient table covers: each 4-byte word of a stretch has a coefficient of its own."""
+CHECK = 32 << 20
+"""The most bytes that one sum covers: each of its 4-byte words has a coefficient of its own."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
@@ -44,6 +44,10 @@ class Engine:
     def event(self) -> Any:
         """A new event."""
         return self.torch.cuda.Event()
+
+    def use(self, stream: Any) -> None:
+        """What this thread does from here on goes to this stream."""
+        self.torch.cuda.set_stream(stream)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """What is done inside goes to this stream."""
@@ -122,9 +126,9 @@ def host_bytes(torch: Any, address: int, length: int) -> Any:
     return torch.frombuffer(view(address, length), dtype=torch.uint8)
 
 
-def coefficients(torch: Any, device: str) -> Any:
-    """CHECK // 4 odd 64-bit numbers without a pattern, the same everywhere and always."""
-    number = torch.arange(1, CHECK // 4 + 1, dtype=torch.int64, device=device)
+def coefficients(torch: Any, device: str, count: int) -> Any:
+    """`count` odd 64-bit numbers without a pattern, the same everywhere and always."""
+    number = torch.arange(1, count + 1, dtype=torch.int64, device=device)
     for factor, shift in ((-7046029254386353131, 32), (-4417276706812531889, 29), (-8796714831421723037, 32)):
         number.mul_(factor)
         number.bitwise_xor_(number >> shift)
@@ -134,33 +138,24 @@ def coefficients(torch: Any, device: str) -> Any:
 class _Checked(NamedTuple):
     """What one sum covers: `length` bytes of a part, as 4-byte words (or, the last three at most, as bytes)."""
 
+    chunk: int
     part: int
     start: int
     length: int
     words: bool
 
 
-def checked(pack: Pack, chunk: Chunk) -> Iterator[_Checked]:
-    """The stretches of a chunk that have sums, in order."""
-    for offset in range(chunk.offset, chunk.offset + chunk.length, CHECK):
-        length = min(CHECK, chunk.offset + chunk.length - offset)
-        for piece in pack.stretch(0, offset, length).pieces:
-            words = piece.length // 4 * 4
-            if words:
-                yield _Checked(piece.part, piece.start, words, True)
-            if piece.length > words:
-                yield _Checked(piece.part, piece.start + words, piece.length - words, False)
-
-
-class Table:
-    """The coefficients on one device, and room for products, one for each thread.
-
-    It is made on the default stream, not on the threads' own, so that the program can use it again when it is freed.
-    """
-
-    def __init__(self, torch: Any, device: str, threads: int) -> None:
-        self.coefficients = coefficients(torch, device)
-        self.rooms = [torch.empty(CHECK // 4, dtype=torch.int64, device=device) for _ in range(threads)]
+def checked(pack: Pack) -> Iterator[_Checked]:
+    """The stretches of a pack that have sums, in order: none is longer than CHECK, and each is of one chunk."""
+    for chunk in pack.split(pack.chunk):
+        for piece in chunk.pieces:
+            for start in range(piece.start, piece.start + piece.length, CHECK):
+                length = min(CHECK, piece.start + piece.length - start)
+                words = length // 4 * 4
+                if words:
+                    yield _Checked(chunk.number, piece.part, start, words, True)
+                if length > words:
+                    yield _Checked(chunk.number, piece.part, start + words, length - words, False)
 
 
 class Check:
@@ -168,45 +163,44 @@ class Check:
 
     It finds every error in one word for certain, and any other but for one in 2^32. It is against accidents: what
     somebody made on purpose is found by SHA-256, which the shim computes when a file is written.
+
+    Few large sums, made by one thread when all is there: 16 GB take 40 ms. Made by each thread for what it has just
+    copied, their calls (and Python's lock) cost more than the copies.
     """
 
-    def __init__(self, torch: Any, pack: Pack, table: Table) -> None:
+    def __init__(self, torch: Any, pack: Pack) -> None:
         self._torch = torch
         self._pack = pack
-        self._table = table
-        self._first: list[int] = []
-        self._count: list[int] = []
-        total = 0
-        for chunk in pack.split(pack.chunk):
-            self._first.append(total)
-            self._count.append(sum(1 for _ in checked(pack, chunk)))
-            total += self._count[-1]
-        self._sums = torch.zeros(total, dtype=torch.int64, device=pack.device)
+        self._stretches = list(checked(pack))
 
-    def add(self, chunk: Chunk, thread: int) -> None:
-        """Sum one chunk, on the current stream of the thread with this number."""
+    def sums(self) -> list[int]:
+        """All sums, on the current stream; what filled the storages must have been waited for.
+
+        Raises:
+            RuntimeError: torch's own, there is no GPU memory left for one.
+        """
         torch = self._torch
-        room = self._table.rooms[thread]
-        for slot, one in enumerate(checked(self._pack, chunk), self._first[chunk.number]):
+        device = self._pack.device
+        longest = max((one.length for one in self._stretches), default=0) // 4 or 4
+        table = coefficients(torch, device, longest)
+        room = torch.empty(longest, dtype=torch.int64, device=device)
+        found = torch.empty(len(self._stretches), dtype=torch.int64, device=device)
+        for slot, one in enumerate(self._stretches):
             storage = self._pack.parts[one.part].storage
             words = bytes_of(torch, storage, one.start, one.length, torch.int32 if one.words else torch.uint8)
             count = words.numel()
-            torch.mul(words, self._table.coefficients[:count], out=room[:count])
-            torch.sum(room[:count], dim=0, out=self._sums[slot])
-
-    def sums(self) -> list[int]:
-        """All sums. The streams must have been waited for."""
-        found: list[int] = self._sums.tolist()
-        return found
+            torch.mul(words, table[:count], out=room[:count])
+            torch.sum(room[:count], dim=0, out=found[slot])
+        sums: list[int] = found.tolist()
+        return sums
 
     def compare(self) -> None:
         """Raises:
         GuestError: a chunk is not what was taken.
         """
-        found = self.sums()
-        for chunk, (first, count) in enumerate(zip(self._first, self._count)):
-            if found[first : first + count] != self._pack.sums[first : first + count]:
-                raise damaged(self._pack, chunk)
+        for one, found, taken in zip(self._stretches, self.sums(), self._pack.sums):
+            if found != taken:
+                raise damaged(self._pack, one.chunk)
 
 
 class _Buffers:
@@ -236,27 +230,42 @@ class _Buffers:
 
 
 class _Job(NamedTuple):
-    """A pack, the device that it is on, its file where there is one, and its check."""
+    """A pack, the device that it is on, and its file where there is one."""
 
     pack: Pack
     engine: Engine
     file: File | None
-    checks: list[Check]  # one, once the table is there
 
 
 class _Lane:
-    """One thread's number, streams and buffers."""
+    """One thread's streams and buffers."""
 
-    def __init__(self, number: int, options: Options, engines: Sequence[Engine]) -> None:
-        self.number = number
+    def __init__(self, options: Options, engines: Sequence[Engine]) -> None:
         self.buffers = _Buffers(engines[0], options)
         self._streams: dict[str, Any] = {}
+        self._events: dict[tuple[int, str], Any] = {}
+        self._used: Engine | None = None
         self.turns = itertools.cycle(range(options.flight))
 
     def stream(self, engine: Engine) -> Any:
         if engine.device not in self._streams:
             self._streams[engine.device] = engine.stream()
         return self._streams[engine.device]
+
+    def use(self, engine: Engine) -> Any:
+        """The thread's stream on a device, from here on the current one: a context for each copy costs 50 µs."""
+        stream = self.stream(engine)
+        if self._used is not engine:
+            engine.use(stream)
+            self._used = engine
+        return stream
+
+    def event(self, turn: int, engine: Engine) -> Any:
+        """The event of a buffer, used again and again."""
+        key = (turn, engine.device)
+        if key not in self._events:
+            self._events[key] = engine.event()
+        return self._events[key]
 
     def close(self) -> None:
         try:
@@ -297,29 +306,23 @@ class Take:
             GuestError: the deadline passed.
             RuntimeError: torch's own, there is no GPU memory left for one.
         """
-        threads = self._options.crew
-        tables: dict[str, Table] = {}
         jobs = []
         for pack, engine in self._packs:
-            if engine.device not in tables:
-                tables[engine.device] = Table(engine.torch, engine.device, threads)
-            pack.chunks = [""] * -(-pack.bytes // pack.chunk)
-            jobs.append(_Job(pack, engine, None, [Check(engine.torch, pack, tables[engine.device])]))
             engine.synchronize()
-        numbers = itertools.count()
+            pack.sums = Check(engine.torch, pack).sums()
+            pack.chunks = [""] * -(-pack.bytes // pack.chunk)
+            jobs.append(_Job(pack, engine, None))
 
         def work(chunks: Iterator[tuple[_Job, Chunk]]) -> None:
             shas: dict[tuple[int, int], Any] = {}
-            for job, chunk, stretch, address in self._staged(next(numbers), chunks):
+            for job, chunk, stretch, address in self._staged(chunks):
                 key = (id(job.pack), chunk.number)
                 sha = shas.setdefault(key, hashlib.sha256())
                 sha.update(view(address, stretch.length))
                 if stretch.offset + stretch.length == chunk.offset + chunk.length:
                     job.pack.chunks[chunk.number] = shas.pop(key).hexdigest()
 
-        crew.run(_chunks(jobs), work, threads=threads, deadline=self._deadline)
-        for job in jobs:
-            job.pack.sums = job.checks[0].sums()
+        crew.run(_chunks(jobs), work, threads=self._options.crew, deadline=self._deadline)
 
     def write(self, files: Sequence[File | None]) -> None:
         """Write the packs that have a file into it.
@@ -328,12 +331,10 @@ class Take:
             OSError: a write failed.
             GuestError: the deadline passed.
         """
-        jobs = [_Job(pack, engine, file, []) for (pack, engine), file in zip(self._packs, files) if file is not None]
-
-        numbers = itertools.count()
+        jobs = [_Job(pack, engine, file) for (pack, engine), file in zip(self._packs, files) if file is not None]
 
         def work(chunks: Iterator[tuple[_Job, Chunk]]) -> None:
-            for job, _, stretch, address in self._staged(next(numbers), chunks):
+            for job, _, stretch, address in self._staged(chunks):
                 assert job.file is not None
                 if job.file.map is None:
                     job.file.write([view(address, stretch.length)], stretch.offset)
@@ -343,9 +344,9 @@ class Take:
         if jobs:
             crew.run(_chunks(jobs), work, threads=self._options.crew, deadline=self._deadline)
 
-    def _staged(self, number: int, chunks: Iterator[tuple[_Job, Chunk]]) -> Iterator[tuple[_Job, Chunk, Chunk, int]]:
+    def _staged(self, chunks: Iterator[tuple[_Job, Chunk]]) -> Iterator[tuple[_Job, Chunk, Chunk, int]]:
         """Each stretch of each chunk with the address that its bytes are at, until the next one is asked for."""
-        lane = _Lane(number, self._options, [engine for _, engine in self._packs])
+        lane = _Lane(self._options, [engine for _, engine in self._packs])
         waiting: deque[tuple[_Job, Chunk, Chunk, int, Any]] = deque()
         try:
             with self._packs[0][1].torch.no_grad():
@@ -354,7 +355,7 @@ class Take:
                     for stretch in _stretches(job, chunk, self._options.buffer):
                         if len(waiting) == self._options.flight:
                             yield self._arrived(waiting.popleft())
-                        waiting.append((job, chunk, stretch, *self._fetch(lane, job, chunk, stretch)))
+                        waiting.append((job, chunk, stretch, *self._fetch(lane, job, stretch)))
                 while waiting:
                     yield self._arrived(waiting.popleft())
         finally:
@@ -367,7 +368,7 @@ class Take:
         return job, chunk, stretch, address
 
     @staticmethod
-    def _fetch(lane: _Lane, job: _Job, chunk: Chunk, stretch: Chunk) -> tuple[int, Any]:
+    def _fetch(lane: _Lane, job: _Job, stretch: Chunk) -> tuple[int, Any]:
         turn = next(lane.turns)
         address, buffer = lane.buffers.addresses[turn], lane.buffers.tensors[turn]
         end = 0  # of what is written in the buffer: the rest of it is zeros
@@ -381,8 +382,6 @@ class Take:
                 source = bytes_of(engine.torch, job.pack.parts[piece.part].storage, piece.start, piece.length)
                 buffer[at:end].copy_(source, non_blocking=True)
             ctypes.memset(address + end, 0, stretch.length - end)
-            if job.checks and stretch.offset == chunk.offset:
-                job.checks[0].add(chunk, lane.number)
             event = engine.event()
             event.record(stream)
         return address, event
@@ -410,25 +409,43 @@ def release(packs: Sequence[tuple[Pack, Engine]], notes: list[str]) -> int:
     return released
 
 
+class _Coming:
+    """A pack on its way back: whole-storage tensors of bytes, each from the moment on that it has memory."""
+
+    def __init__(self, pack: Pack, engine: Engine, file: File) -> None:
+        self.pack = pack
+        self.engine = engine
+        self.file = file
+        self.check = Check(engine.torch, pack)
+        self.targets: list[Any] = [None] * len(pack.parts)
+
+
 class Load:
     """GPU storages on their way back.
 
     Construction does what needs no GPU: buffers are mapped and filled with the first stretches. `go` says that the GPU
     is there. `finish` waits for the end.
+
+    Threads share Python's lock, so what they do for a stretch is kept to a few calls: with 17 µs each, 16 GB in pieces
+    of 8 MiB would take a third of a second in them alone.
     """
 
     def __init__(self, packs: Sequence[tuple[Pack, Engine, File]], options: Options, deadline: float) -> None:
         self._torch = packs[0][1].torch
         self._options = options
         self._deadline = deadline
-        self._jobs = [_Job(pack, engine, file, []) for pack, engine, file in packs]
+        self._packs = [_Coming(pack, engine, file) for pack, engine, file in packs]
         self._go = threading.Event()
         self._cancelled = False
         self._allocated = threading.Condition()
-        self._ready: dict[int, int] = {id(job.pack): 0 for job in self._jobs}
-        self._numbers = itertools.count()
         self.seconds = {"alloc": 0.0, "read": 0.0, "check": 0.0}
-        self._crew = crew.Crew(_chunks(self._jobs), self._work, threads=options.crew, deadline=deadline)
+        self._crew = crew.Crew(self._stretches(), self._work, threads=options.crew, deadline=deadline)
+        self._went = 0.0
+
+    def _stretches(self) -> Iterator[tuple[_Coming, Chunk]]:
+        for coming in self._packs:
+            for stretch in coming.pack.split(self._options.buffer):
+                yield coming, stretch
 
     def go(self) -> None:
         """The GPU is there: give the storages memory, in the order in which they are filled, while others fill them.
@@ -436,27 +453,27 @@ class Load:
         Raises:
             RuntimeError: torch's own: there is not enough GPU memory.
         """
-        began = time.monotonic()
+        self._went = time.monotonic()
         try:
             with self._torch.no_grad():
-                tables: dict[str, Table] = {}
-                for job in self._jobs:
-                    device = job.engine.device
-                    if device not in tables:
-                        tables[device] = Table(self._torch, device, self._options.crew)
-                    job.checks.append(Check(self._torch, job.pack, tables[device]))
-                    job.engine.synchronize()
+                for coming in self._packs:
+                    coming.engine.synchronize()
                 self._go.set()
-                for job in self._jobs:
-                    for number, part in enumerate(job.pack.parts, 1):
+                for coming in self._packs:
+                    for number, part in enumerate(coming.pack.parts):
                         part.storage.resize_(part.bytes)
-                        with self._allocated:
-                            self._ready[id(job.pack)] = number
-                            self._allocated.notify_all()
+                        coming.targets[number] = bytes_of(self._torch, part.storage, 0, part.bytes)
+                        if number % 16 == 15:
+                            self._tell()
+                    self._tell()
         except BaseException:
             self.cancel()
             raise
-        self.seconds["alloc"] = time.monotonic() - began
+        self.seconds["alloc"] = time.monotonic() - self._went
+
+    def _tell(self) -> None:
+        with self._allocated:
+            self._allocated.notify_all()
 
     def finish(self) -> None:
         """Wait until all is there and checked.
@@ -465,37 +482,36 @@ class Load:
             OSError, GuestError, RuntimeError: what a thread met; the file is damaged; the deadline passed.
         """
         self._crew.join()
-        self.seconds["read"] = self._crew.seconds
         began = time.monotonic()
-        for job in self._jobs:
-            job.engine.synchronize()
-            job.checks[0].compare()
+        self.seconds["read"] = began - (self._went or began)
+        with self._torch.no_grad():
+            for coming in self._packs:
+                coming.engine.synchronize()
+                coming.check.compare()
         self.seconds["check"] = time.monotonic() - began
 
     def cancel(self) -> None:
         """Let the threads end without a GPU."""
         self._cancelled = True
         self._go.set()
-        with self._allocated:
-            self._allocated.notify_all()
+        self._tell()
 
-    def _work(self, chunks: Iterator[tuple[_Job, Chunk]]) -> None:
-        lane = _Lane(next(self._numbers), self._options, [job.engine for job in self._jobs])
-        pending: deque[tuple[int, _Job, Chunk, Chunk]] = deque()  # buffers that are filled and not on their way
-        events: dict[int, Any] = {}  # of buffers that are on their way
+    def _work(self, stretches: Iterator[tuple[_Coming, Chunk]]) -> None:
+        lane = _Lane(self._options, [coming.engine for coming in self._packs])
+        pending: deque[tuple[int, _Coming, Chunk]] = deque()  # buffers that are filled and not on their way
+        flying: dict[int, Any] = {}  # the event of each buffer that is on its way
         try:
             lane.buffers.populate()
             with self._torch.no_grad():
-                for job, chunk in chunks:
-                    for stretch in _stretches(job, chunk, self._options.buffer):
-                        turn = next(lane.turns)
-                        if turn in events:
-                            events.pop(turn).synchronize()
-                        self._fill(lane.buffers.addresses[turn], job, stretch)
-                        pending.append((turn, job, chunk, stretch))
-                        if self._go.is_set() or len(pending) == self._options.flight:
-                            self._flush(lane, pending, events)
-                self._flush(lane, pending, events)
+                for coming, stretch in stretches:
+                    turn = next(lane.turns)
+                    if turn in flying:
+                        flying.pop(turn).synchronize()
+                    self._fill(lane.buffers.addresses[turn], coming.file, stretch)
+                    pending.append((turn, coming, stretch))
+                    if len(pending) == self._options.flight or self._go.is_set():
+                        self._flush(lane, pending, flying)
+                self._flush(lane, pending, flying)
         finally:
             lane.close()
 
@@ -510,41 +526,36 @@ class Load:
         if time.monotonic() > self._deadline:
             raise GuestError("the limit passed while weights came back")
 
-    def _storage(self, job: _Job, part: int) -> Any:
-        """A part's storage, once it has memory."""
-        with self._allocated:
-            while self._ready[id(job.pack)] <= part:
-                self._look()
-                self._allocated.wait(1)
-        return job.pack.parts[part].storage
+    def _target(self, coming: _Coming, part: int) -> Any:
+        """A part's storage as bytes, once it has memory."""
+        target = coming.targets[part]
+        if target is None:
+            with self._allocated:
+                while (target := coming.targets[part]) is None:
+                    self._look()
+                    self._allocated.wait(0.01)
+        return target
 
     @staticmethod
-    def _fill(address: int, job: _Job, stretch: Chunk) -> None:
-        assert job.file is not None
-        if job.file.map is None:
-            job.file.read([view(address, stretch.length)], stretch.offset)
+    def _fill(address: int, file: File, stretch: Chunk) -> None:
+        if file.map is None:
+            file.read([view(address, stretch.length)], stretch.offset)
         else:
-            copy(address, job.file.map.address + stretch.offset, stretch.length)
+            copy(address, file.map.address + stretch.offset, stretch.length)
 
-    def _flush(self, lane: _Lane, pending: deque[tuple[int, _Job, Chunk, Chunk]], events: dict[int, Any]) -> None:
+    def _flush(self, lane: _Lane, pending: deque[tuple[int, _Coming, Chunk]], flying: dict[int, Any]) -> None:
         """Send every filled buffer on its way."""
         if not pending:
             return
         self._wait()
         lane.buffers.pin()
         while pending:
-            turn, job, chunk, stretch = pending.popleft()
-            stream = lane.stream(job.engine)
-            with job.engine.on(stream):
-                self._send(lane.buffers.tensors[turn], job, stretch)
-                if stretch.offset + stretch.length == chunk.offset + chunk.length:
-                    job.checks[0].add(chunk, lane.number)
-                events[turn] = job.engine.event()
-                events[turn].record(stream)
-
-    def _send(self, source: Any, job: _Job, stretch: Chunk) -> None:
-        """Copy from host memory that has a stretch into its storages, on the current stream."""
-        for piece in stretch.pieces:
-            target = bytes_of(self._torch, self._storage(job, piece.part), piece.start, piece.length)
-            at = piece.offset - stretch.offset
-            target.copy_(source[at : at + piece.length], non_blocking=True)
+            turn, coming, stretch = pending.popleft()
+            stream = lane.use(coming.engine)
+            source = lane.buffers.tensors[turn]
+            for piece in stretch.pieces:
+                at = piece.offset - stretch.offset
+                target = self._target(coming, piece.part)[piece.start : piece.start + piece.length]
+                target.copy_(source[at : at + piece.length], non_blocking=True)
+            flying[turn] = lane.event(turn, coming.engine)
+            flying[turn].record(stream)
