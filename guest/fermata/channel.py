@@ -174,7 +174,9 @@ class Channel:
             sentence = process.words(error)
             try:
                 connection.send({"error": sentence}, time.monotonic() + 1)
-            except GuestError:
+                # The shim may be about to say `go`, and would learn no more than that nobody is there.
+                connection.linger(time.monotonic() + 2)
+            except (GuestError, OSError):
                 pass  # it is said on standard error too
             _end(f"the weights of this process could not be brought back: {sentence}")
         seconds["total"] = time.monotonic() - began

@@ -70,6 +70,16 @@ class Connection:
         except OSError as error:
             raise GuestError(f"an answer could not be sent: {error}") from error
 
+    def linger(self, deadline: float) -> None:
+        """Send nothing more, and wait until the other end has closed: by then it has read what was sent.
+
+        Raises:
+            GuestError: it did not before the deadline.
+        """
+        self._socket.shutdown(socket.SHUT_WR)
+        while self._read(deadline):
+            pass
+
     def close(self) -> None:
         """Close the connection and every descriptor that nobody took."""
         for descriptor in self._descriptors:

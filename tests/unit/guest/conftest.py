@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -197,20 +198,34 @@ def shim(tmp_path):
     return Shim(tmp_path / "store")
 
 
-@pytest.fixture
-def program(tmp_path):
-    """Start programs; they end with the test."""
+@contextlib.contextmanager
+def starting(directory: Path) -> Iterator[Callable[[str], Program]]:
+    """Start programs that end with the block."""
     programs = []
-    directory = tmp_path / "run"
     directory.mkdir()
 
     def start(text: str) -> Program:
         programs.append(Program(text, directory))
         return programs[-1]
 
-    yield start
-    for one in programs:
-        one.close()
+    try:
+        yield start
+    finally:
+        for one in programs:
+            one.close()
+
+
+@pytest.fixture
+def program(tmp_path):
+    with starting(tmp_path / "run") as start:
+        yield start
+
+
+@pytest.fixture(scope="class")
+def lasting_program(tmp_path_factory):
+    """For those that take long to start."""
+    with starting(tmp_path_factory.mktemp("lasting") / "run") as start:
+        yield start
 
 
 def until(condition, limit: float = LIMIT) -> None:

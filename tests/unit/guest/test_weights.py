@@ -12,6 +12,7 @@ import os
 import pytest
 from fermata import host, weights
 from fermata.errors import GuestError
+from fermata.pack import CudaPart
 from fermata.weights import Registration
 
 
@@ -91,6 +92,19 @@ def test_locked_memory_is_refused():
             pytest.skip(f"mlock: {os.strerror(ctypes.get_errno())}")
         del view
         assert "locked" in refused(mapped)
+
+
+def test_a_storage_of_a_gpu_is_taken_once():
+    class Storage:
+        def __init__(self, pointer):
+            self._cdata = pointer
+
+    taken = weights._Taken()
+    first = CudaPart(Storage(1), 10, "a")
+    assert taken.rest(first) == [first]
+    assert taken.rest(CudaPart(Storage(1), 10, "the same by another wrapper")) == []
+    second = CudaPart(Storage(2), 10, "b")
+    assert taken.rest(second) == [second]
 
 
 @pytest.mark.parametrize("flags", [mmap.MAP_PRIVATE, mmap.MAP_SHARED], ids=["private", "shared"])
