@@ -221,7 +221,7 @@ def program(tmp_path):
         yield start
 
 
-@pytest.fixture(scope="class")
+@pytest.fixture(scope="module")
 def lasting_program(tmp_path_factory):
     """For those that take long to start."""
     with starting(tmp_path_factory.mktemp("lasting") / "run") as start:

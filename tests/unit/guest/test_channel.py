@@ -452,6 +452,13 @@ def test_the_socket_of_an_earlier_process_is_replaced(program, shim):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.fixture(scope="module")
+def torch_process(lasting_program):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    return lasting_program(TestModules.TEXT)
+
+
 class TestModules:
     """A torch module's forward is inside the gate on its own."""
 
@@ -484,11 +491,9 @@ def begin():
     model.entered[0].wait()
 """
 
-    @pytest.fixture(scope="class")
-    def process(self, lasting_program):
-        if importlib.util.find_spec("torch") is None:
-            pytest.skip("torch is not installed")
-        return lasting_program(self.TEXT)
+    @pytest.fixture
+    def process(self, torch_process):
+        return torch_process
 
     def test_answers_are_the_same_after_a_restore(self, process, shim):
         before = process.ask("answer()")
@@ -507,6 +512,8 @@ def begin():
         process.ask("model.go[0].set()")
         packs = call.answer()["packs"]
         assert process.ask("found") == f"[{before}]"
+        process.ask("model.entered.clear()")
+        process.ask("model.go.clear()")
         shim.write(call, packs)
         assert "released" in call.ask({"release": True})
         shim.restore(process, packs)
