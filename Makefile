@@ -52,6 +52,7 @@ fuzz: $(VENV)/ready
 # Ratios against the stock runtime; no verdict.
 bench: programs
 	$(PYTHON) bench/shim.py
+	$(PYTHON) bench/stress.py
 	$(PYTHON) bench/take.py
 	$(PYTHON) bench/layers.py
 
