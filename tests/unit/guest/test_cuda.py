@@ -60,7 +60,7 @@ class Engine(cuda.Engine):
         return 0
 
 
-SIZES = [100, 5 << 20, (9 << 20) + 7, 3, 2 << 20, 4096]
+SIZES = [100, 5 << 20, (9 << 20) + 7, 3, 2 << 20, 4096, 10]
 CHUNK = 8 << 20
 
 
@@ -138,6 +138,9 @@ def test_the_digests_are_those_of_the_file(tensors, engine, options, tmp_path):
     data = (tmp_path / "w").read_bytes()
     chunks = [hashlib.sha256(data[at : at + pack.chunk]).hexdigest() for at in range(0, len(data), pack.chunk)]
     assert pack.chunks == chunks
+    used = sorted((offset, offset + part.bytes) for offset, part in zip(pack.offsets, pack.parts))
+    gaps = [data[end:begin] for (_, end), (begin, _) in zip(used, [*used[1:], (len(data), 0)])]
+    assert not any(b"".join(gaps)), "what lies between the storages is zeros"
 
 
 @pytest.mark.parametrize("place", [0, 99, 4096 + (5 << 20) - 1, 12 << 20], ids=["first", "tail", "end", "middle"])
