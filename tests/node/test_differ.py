@@ -297,6 +297,11 @@ def slow(diffs, base, key):
     return key
 
 
+def leases(node):
+    """The differ's leases, which keep blobs and uploads from the collector. (A killed client leaves its own.)"""
+    return {line.split()[0] for line in node.ctr("leases", "list").stdout.splitlines() if "fermata/differ" in line}
+
+
 def begin(node, diffs, name):
     """Start a client's diff, and return once its upload grows."""
     client = node.popen(["ctr", "snapshots", "diff", name], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -312,12 +317,14 @@ def fails(client):
 
 
 def test_a_killed_differ_leaves_an_error_and_no_partial_content(node, diffs, slow):
+    before = leases(node)
     client = begin(node, diffs, slow)
     node.stop_differ(kill=True)
     fails(client)
     assert diffs.active(), "what it had written"
     node.start_differ()
     wait_for(lambda: not diffs.active(), "the next differ to have cleared up")
+    wait_for(lambda: leases(node) == before, "the end of its lease")
     assert wait_for(lambda: _unless(Failed, lambda: diffs.diff(slow, "base1")), "an answer again")
 
 
@@ -330,24 +337,29 @@ def test_a_differ_that_is_asked_to_end_finishes_what_it_has_begun(node, diffs, s
 
 
 def test_a_client_that_goes_leaves_no_partial_content(node, diffs, slow):
+    before = leases(node)
     client = begin(node, diffs, slow)
     client.kill()
     client.communicate()
     wait_for(lambda: not diffs.active(), "the upload to be gone")
     wait_for(lambda: "the caller gave up" in log(node), "the differ to say so")
+    wait_for(lambda: leases(node) == before, "the end of its lease")
 
 
 def test_a_killed_containerd_leaves_no_partial_content(node, diffs, slow):
+    before = leases(node)
     client = begin(node, diffs, slow)
     node.stop_containerd(kill=True)
     fails(client)
     node.start_containerd()
     wait_for(lambda: not diffs.active(), "the upload to be gone", timeout=60)
+    wait_for(lambda: leases(node) == before, "the end of its lease")
     # No upload is left, and the differ has its connection again.
     assert diffs.diff(slow, "base1")
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_partial_content(node, diffs, slow):
+    before = leases(node)
     node.exec(["mount", "-t", "tmpfs", "-o", "size=4m", "none", f"{CONTENT}/ingest"])
     try:
         for _ in range(2):  # the second time, if the first one left nothing
@@ -356,6 +368,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_content(node, diffs, slow
             assert "no space left on device" in error
             assert diffs.active() == []
             assert list(node.path(f"{CONTENT}/ingest").iterdir()) == []
+            assert leases(node) == before
     finally:
         node.exec(["umount", f"{CONTENT}/ingest"])
     assert diffs.diff(slow, "base1")
