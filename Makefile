@@ -11,7 +11,7 @@ SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
 VENV = .venv
 # Another minor version of ruff may format or check otherwise.
-TOOLS = pytest pytest-timeout pytest-rerunfailures hypothesis prometheus-client protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema pyyaml
+TOOLS = pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis prometheus-client protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema pyyaml
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg \
   zstd:zstd umoci:umoci skopeo:skopeo mkfs.xfs:xfsprogs chattr:e2fsprogs
@@ -19,9 +19,13 @@ PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables ipt
 .PHONY: test lint unit node torture fuzz bench demo install uninstall deb deb-check clean programs
 
 # The tests run whatever lint says, and come last: their closing line holds the counts. Tests with real daemons that are
-# killed at a moment miss it now and then on a busy machine: one that fails is run once more, and the count of these is told.
+# killed at a moment miss it now and then on a busy machine: one that fails is run once more, and told with what failed.
+RERUN = --reruns 1 --rerun-show-tracebacks
+# The nodes of two stacks and the unit tests beside each other: see tests/workers.py.
+WORKERS = 3
 test: $(VENV)/ready
-	@status=0; $(MAKE) --no-print-directory lint || status=1; $(VENV)/bin/python -m pytest --reruns 1 || status=1; exit $$status
+	@status=0; $(MAKE) --no-print-directory lint || status=1; \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(RERUN) || status=1; exit $$status
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .
@@ -32,7 +36,7 @@ unit: $(VENV)/ready
 	$(VENV)/bin/python -m pytest tests/unit
 
 node: $(VENV)/ready
-	$(VENV)/bin/python -m pytest tests/node
+	$(VENV)/bin/python -m pytest -n $(WORKERS) $(RERUN) tests/node
 
 # Every fault at every step, hostile input for longer, and load. At most 20 minutes, on both stacks at the same time.
 TORTURED = steps faults at_once places hostile load

@@ -6,16 +6,51 @@ FERMATA_NODE     a node that is up already, to be used instead and left up: quic
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from node import Node
-from node.stack import RECIPES, Progress
+from node.stack import RECIPES, Progress, cache
 
+# Held, shared or alone, by tests that would see each other on this machine when they run at once.
+LOCK_RULES = cache() / "lock-rules.lock"
 STACKS = [stack for stack in os.environ.get("FERMATA_STACKS", ",".join(RECIPES)).split(",") if stack]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.workers import Shares
+
+    config.option.loadscopereorder = False
+    return Shares(config, log)
+
+
+@contextlib.contextmanager
+def held(how: int) -> Iterator[None]:
+    LOCK_RULES.parent.mkdir(parents=True, exist_ok=True)
+    with LOCK_RULES.open("w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.fixture
+def leaves_lock_rules() -> Iterator[None]:
+    """For tests that leave lock rules of CRIU's in a network namespace for a while."""
+    with held(fcntl.LOCK_SH):
+        yield
+
+
+@pytest.fixture
+def no_lock_rules_of_others() -> Iterator[None]:
+    """For tests that look at, or sweep, the network namespaces of the whole machine."""
+    with held(fcntl.LOCK_EX):
+        yield
 
 
 @pytest.fixture(scope="session", params=STACKS)

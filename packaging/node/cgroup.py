@@ -51,15 +51,26 @@ def directory(hierarchy: Hierarchy, name: str) -> Path:
 def create(name: str) -> None:
     """Make the node's cgroup, and its leaf for daemons, in every hierarchy."""
     for hierarchy in hierarchies():
-        base = Path(hierarchy.mountpoint)
-        for part in (PARENT, name, LEAF):
-            # The node's own cgroup takes a process first (see init.run), so it is delegated later.
-            if part != LEAF:
-                _delegate(base, hierarchy.kind)
-            base = base / part
-            base.mkdir(exist_ok=True)
-            if hierarchy.kind == "cgroup":
-                _fill_cpuset(base)
+        for left in reversed(range(10)):
+            try:
+                _create(hierarchy, name)
+                break
+            except FileNotFoundError:
+                # Another node, the last one, may have taken the parent away just now: see remove.
+                if not left:
+                    raise
+
+
+def _create(hierarchy: Hierarchy, name: str) -> None:
+    base = Path(hierarchy.mountpoint)
+    for part in (PARENT, name, LEAF):
+        # The node's own cgroup takes a process first (see init.run), so it is delegated later.
+        if part != LEAF:
+            _delegate(base, hierarchy.kind)
+        base = base / part
+        base.mkdir(exist_ok=True)
+        if hierarchy.kind == "cgroup":
+            _fill_cpuset(base)
 
 
 def _fill_cpuset(path: Path) -> None:

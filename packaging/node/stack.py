@@ -268,6 +268,12 @@ def install(package: str) -> None:
     """apt-get install, with the machine's own sources."""
     if shutil.which("apt-get") is None:
         raise NodeError(f"the package {package} is needed, and this machine has no apt-get: install it by hand")
+    # Of two at once, one would find apt's lists locked, and give up.
+    with locked(cache() / "apt.lock"):
+        _apt_get(package)
+
+
+def _apt_get(package: str) -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     said = ""
     for argv in (["apt-get", "-q", "update"], ["apt-get", "-qy", "--no-install-recommends", "install", package]):

@@ -158,6 +158,7 @@ def test_a_disk_without_room_where_snapshots_go(node):
     assert (line["level"], line["fix"]) == ("warning", "make room on the file system of /srv/small")
 
 
+@pytest.mark.usefixtures("no_lock_rules_of_others")
 def test_lock_rules_and_namespaces_that_were_left_behind_are_named_and_with_fix_removed(node):
     node.exec(["ip", "netns", "add", "locked"])
     node.exec(["nsenter", "--net=/run/netns/locked", "nft", "-f", "-"], input=CRIU_RULES)

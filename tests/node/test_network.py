@@ -244,7 +244,7 @@ RESTORE_HOOKS = [
 
 
 @pytest.fixture
-def killing(node):
+def killing(node, leaves_lock_rules):
     """A function that lets every CRIU of the node be killed at one of its hooks."""
     script, settings = node.path("/srv/kill-criu"), node.path("/etc/criu/default.conf")
     settings.parent.mkdir(exist_ok=True)
@@ -329,6 +329,7 @@ def test_a_lock_that_somebody_else_left_is_gone_before_a_dump(node, pod, snapsho
     assert loopback_works(node, pod)
 
 
+@pytest.mark.usefixtures("leaves_lock_rules")
 def test_the_lock_of_a_dump_under_way_in_the_same_namespace_is_kept(node, pod, snapshots):
     """A dump that the stock runtime started, so that nobody but the kernel can tell."""
     script, settings = node.path("/srv/hold-criu"), node.path("/etc/criu/default.conf")

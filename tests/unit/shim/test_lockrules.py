@@ -21,7 +21,7 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces and packet filter rules"),
-    pytest.mark.usefixtures("tools"),
+    pytest.mark.usefixtures("tools", "leaves_lock_rules"),
 ]
 
 
