@@ -5,7 +5,7 @@
     DIRECTORY/locks/<sha256>            flock(2): shared by takes and restores, exclusive for a removal
     DIRECTORY/draft-…                   what a take is writing, locked for as long as it lives
 
-Links, because hugetlbfs, which the store may be on, takes no write(2).
+A hugetlbfs can hold neither links nor what is written; the references and locks of a store on one are in /run.
 
 The bytes come from inside a container, and others find them by digest, so a container gets a file to write through a
 mount of its own that is nowhere in the file system tree. Once the program is done the mount is made read-only, which
@@ -194,9 +194,13 @@ class Store:
         if not directory.startswith("/"):
             raise ShimError(f"the weights' directory {directory!r} must be an absolute path: [weights] directory")
         try:
-            for path in (self.directory, f"{self.directory}/refs", f"{self.directory}/locks"):
-                make_private(path)
+            make_private(self.directory)
             status = os.stat(self.directory)
+            self.kind = _kind(status.st_dev)
+            """The file system's type, as mountinfo has it: tmpfs, hugetlbfs, ext4 …"""
+            self._records = self.directory if self.kind != "hugetlbfs" else _records_of(self.directory)
+            for path in (f"{self._records}/refs", f"{self._records}/locks"):
+                make_private(path)
         except OSError as error:
             raise ShimError(
                 f"weights cannot be kept in {self.directory}: {error.strerror}; name another: [weights] directory",
@@ -208,8 +212,6 @@ class Store:
                 f"{self.directory}; chmod 700 {self.directory}",
                 FAILED_PRECONDITION,
             )
-        self.kind = _kind(status.st_dev)
-        """The file system's type, as mountinfo has it: tmpfs, hugetlbfs, ext4 …"""
 
     @property
     def in_memory(self) -> bool:
@@ -251,7 +253,7 @@ class Store:
             held.add(digest, self._locked(digest, fcntl.LOCK_SH))
 
     def _locked(self, digest: str, how: int) -> int:
-        path = f"{self.directory}/locks/{digest}"
+        path = f"{self._records}/locks/{digest}"
         while True:
             fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
@@ -289,7 +291,8 @@ class Store:
                 FAILED_PRECONDITION,
             )
         there = os.statvfs(self.directory)
-        if size > there.f_bavail * there.f_frsize:
+        # A hugetlbfs without a limit of its own says nothing of its room: there allocating tells.
+        if there.f_blocks and size > there.f_bavail * there.f_frsize:
             raise ShimError(
                 f"the weights have {size} bytes, and {self.directory} has {there.f_bavail * there.f_frsize} free: "
                 "`fermata prune`, or make room there",
@@ -343,7 +346,7 @@ class Store:
 
     def refer(self, digest: str, name: str, snapshot: str) -> None:
         """Say that the snapshot in a directory needs a pack; `name` is `reference`'s. Raises OSError."""
-        folder = f"{self.directory}/refs/{digest}"
+        folder = f"{self._records}/refs/{digest}"
         make_private(folder)
         draft = f"{folder}/.{os.urandom(8).hex()}"
         os.symlink(snapshot, draft)
@@ -352,8 +355,8 @@ class Store:
     def drop(self, digest: str, name: str) -> None:
         """Take a reference back. Idempotent. Raises OSError."""
         try:
-            os.unlink(f"{self.directory}/refs/{digest}/{name}")
-            os.rmdir(f"{self.directory}/refs/{digest}")
+            os.unlink(f"{self._records}/refs/{digest}/{name}")
+            os.rmdir(f"{self._records}/refs/{digest}")
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -362,7 +365,7 @@ class Store:
 
     def references(self, digest: str) -> dict[str, str]:
         """The snapshots that need a pack: name of the reference to directory."""
-        folder = f"{self.directory}/refs/{digest}"
+        folder = f"{self._records}/refs/{digest}"
         try:
             return {name: os.readlink(f"{folder}/{name}") for name in sorted(os.listdir(folder)) if name[0] != "."}
         except FileNotFoundError:
@@ -382,7 +385,7 @@ class Store:
                 return None
             size = self.size(digest) or 0
             _unlink(self.path(digest))
-            _unlink(f"{self.directory}/locks/{digest}")
+            _unlink(f"{self._records}/locks/{digest}")
             return size
         finally:
             os.close(lock)
@@ -404,7 +407,7 @@ class Store:
                 for name in stale:
                     self.drop(digest, name)
             if not left:
-                for path in (f"{self.directory}/locks/{digest}", *(() if dry_run else (self.path(digest),))):
+                for path in (f"{self._records}/locks/{digest}", *(() if dry_run else (self.path(digest),))):
                     _unlink(path)
             return Pruned(digest, size, "kept" if left else "removed", stale, left)
         finally:
@@ -412,7 +415,7 @@ class Store:
 
     def known(self) -> list[str]:
         """Every digest that there is something of: a pack, a reference or a lock."""
-        places = (os.listdir(f"{self.directory}/{place}") for place in ("refs", "locks"))
+        places = (os.listdir(f"{self._records}/{place}") for place in ("refs", "locks"))
         return sorted({*self.digests(), *(name for names in places for name in names if is_digest(name))})
 
     def stale(self, digest: str, *, packed: bool) -> dict[str, str]:
@@ -557,6 +560,12 @@ def _kind(device: int) -> str:
             if fields.split()[2] == wanted:
                 return rest.split()[0]
     return ""
+
+
+def _records_of(directory: str) -> str:
+    import hashlib
+
+    return f"/run/fermata-weights/{hashlib.sha256(os.fsencode(directory)).hexdigest()[:32]}"
 
 
 def _needs(snapshot: str, digest: str) -> bool:
