@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import threading
 import time
 import traceback
@@ -51,10 +52,10 @@ class Guest:
 
     def _register(self, thing: Any, name: str | None) -> None:
         if name is None:
-            name = type(thing).__name__ if weights.is_module(thing) else "weights"
+            kind = type(thing).__name__ if weights.is_module(thing) else "weights"
             others = {registration.name for registration in self.registrations}
-            if name in others:
-                name = next(name for number in range(2, len(others) + 3) if (name := f"{name}-{number}") not in others)
+            numbered = (f"{kind}-{number}" for number in itertools.count(2))
+            name = next(one for one in itertools.chain([kind], numbered) if one not in others)
         elif not isinstance(name, str) or not 0 < len(name) <= 100 or not name.isprintable():
             raise ValueError("name must be 1 to 100 printable characters")
         for _ in weights.find(thing, name):

@@ -106,6 +106,13 @@ def test_every_registration_is_a_file_of_its_own_with_what_no_other_has(program,
     assert process.ask("digest()") == before
 
 
+def test_weights_without_a_name_are_numbered(program, shim):
+    process = program("import fermata\nfor _ in range(4): fermata.exclude_from_snapshot(bytearray(9))\n")
+    call = process.call()
+    assert [pack["name"] for pack in shim.prepare(call)] == ["weights", "weights-2", "weights-3", "weights-4"]
+    call.close()
+
+
 def test_a_program_without_weights_is_prepared_too(program, shim):
     process = program("import fermata\nsaid = []\nfermata.on_prepare(lambda: said.append(1))\n")
     packs, released = shim.take(process)
