@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from node.containers import IMAGE, OURS, pid, remove, start, status, wait_for
+from node.containers import CTR, IMAGE, OURS, pid, remove, start, status, wait_for
 from node.leftovers import clear, leftovers
 from node.shims import CallFailed, Shim
 from node.stack import PROJECT
@@ -139,6 +139,12 @@ def fermata(node, *words, check=True):
 def restore(node, name, directory=TAKEN, check=True):
     options = ("--annotation", f"fermata/restore-from={directory}", *MOUNT)
     return node.ctr("run", "--detach", "--runtime", OURS, *options, IMAGE, name, "true", check=check, timeout=120)
+
+
+def restoring(node, name):
+    """A client that restores."""
+    options = ("--annotation", f"fermata/restore-from={TAKEN}", *MOUNT)
+    return node.popen([*CTR, "run", "--detach", "--runtime", OURS, *options, IMAGE, name, "true"])
 
 
 def record(node, directory=TAKEN):
@@ -418,22 +424,7 @@ def test_weights_that_a_restore_reads_are_not_removed(node, store, configured):
     stand_in(node, "one", armed="wait")
     Shim(node, "one").checkpoint(TAKEN, leave_running=False)
     remove(node, "one")
-    options = ("--annotation", f"fermata/restore-from={TAKEN}", *MOUNT)
-    client = node.popen(
-        [
-            "ctr",
-            "--address",
-            "/run/containerd/containerd.sock",
-            "run",
-            "-d",
-            "--runtime",
-            OURS,
-            *options,
-            IMAGE,
-            "two",
-            "true",
-        ]
-    )
+    client = restoring(node, "two")
     wait_for(lambda: status(node, "two"), "the restore")
     found = json.loads(fermata(node, "prune", "--packed", "--json").stdout)
     assert [one["outcome"] for one in found["weights"]] == ["in use"]
@@ -466,3 +457,21 @@ def test_a_daemon_that_dies_in_a_take_leaves_a_draft_that_is_pruned(node, store)
     assert leftovers(node) == []
     assert "of a take that died" in fermata(node, "prune").stdout
     assert list(store.glob("draft-*")) == []
+
+
+@pytest.mark.parametrize("end", ["kill", "daemon"])
+def test_a_restore_that_ends_while_its_weights_come_back_leaves_nothing(node, end):
+    stand_in(node, "one", armed="wait")
+    Shim(node, "one").checkpoint(TAKEN, leave_running=False)
+    remove(node, "one")
+    client = restoring(node, "two")
+    wait_for(lambda: ticks(node, "two"), "the program, which waits for its weights")
+    if end == "kill":
+        node.ctr("tasks", "kill", "--signal", "SIGKILL", "two", timeout=20)
+    else:
+        os.kill(Shim(node, "two").pid, signal.SIGKILL)
+    assert client.wait(20) != 0
+    clear(node)
+    assert leftovers(node) == []
+    found = json.loads(fermata(node, "prune", "--json").stdout)
+    assert [one["outcome"] for one in found["weights"]] == ["kept"]
