@@ -88,8 +88,13 @@ def undo(text: str) -> None:
     directory, upper, cgroup, replaced = text.split("\n")[:4]
     if cgroup:
         Attempt.of_the_dead(cgroup).undo()
+    # Without its state.json it is of a container that runc never came to make.
+    if os.path.isdir(directory) and not os.path.exists(f"{directory}/state.json"):
+        mounts.detach_below(directory)
+        remove_tree(directory)
     inode, _, former = replaced.partition(" ")
-    if os.path.isdir(upper or former):
+    files = upper or former
+    if os.path.isdir(files):
         import layerwriter
 
         try:
@@ -98,11 +103,8 @@ def undo(text: str) -> None:
             else:
                 layerwriter.bring_back(former, int(inode))
         except layerwriter.LayerError as error:
-            raise ShimError(f"a restore that failed left its files: {error}", FAILED_PRECONDITION) from error
-    # Without its state.json it is of a container that runc never came to make.
-    if os.path.isdir(directory) and not os.path.exists(f"{directory}/state.json"):
-        mounts.detach_below(directory)
-        remove_tree(directory)
+            if os.path.isdir(files):  # else the client has deleted the container meanwhile, and its files with it
+                raise ShimError(f"a restore that failed left its files: {error}", FAILED_PRECONDITION) from error
 
 
 def _processes(directory: str) -> set[int]:

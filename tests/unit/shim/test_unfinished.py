@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 
 import pytest
 
+import layerwriter
 from shim import unfinished
 
 
@@ -70,3 +72,21 @@ def test_a_record_of_a_former_version_is_understood(tmp_path):
     (upper / "restored").touch()
     unfinished.undo(f"{tmp_path}/runc\n{upper}\n\n")
     assert list(upper.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", ["discard", "bring_back"])
+def test_files_that_are_deleted_meanwhile_are_no_failure(tmp_path, monkeypatch, how):
+    """containerd removes a deleted container's files while its shim's delete is still at work."""
+    upper, runc = tmp_path / "snapshot/fs", tmp_path / "runc"
+    for path in (upper, runc):
+        path.mkdir(parents=True)
+    work = getattr(layerwriter, how)
+
+    def too_late(*given):
+        shutil.rmtree(upper.parent)
+        work(*given)
+
+    monkeypatch.setattr(layerwriter, how, too_late, raising=False)
+    files = {"upper": str(upper)} if how == "discard" else {"replaced": unfinished.replacing(str(upper))}
+    unfinished.undo(unfinished.record(str(runc), **files))
+    assert not runc.exists()
