@@ -713,7 +713,7 @@ class Returning:
         """After `arm`, of a container that is not new: the programs that have ended."""
 
     def arm(self, root: str) -> None:
-        """Tell every program that its weights are there, and wait until it is ready to take them.
+        """Tell every program that its weights are there. It gets ready to take them while others work.
 
         Raises ShimError, OSError.
         """
@@ -735,8 +735,6 @@ class Returning:
         finally:
             for listener in found.values():
                 listener.close()
-        for channel in self._channels:
-            channel.expect("armed", self._until)
 
     def _send(self, channel: Channel, digests: list[str]) -> None:
         mount = weights.Mount(self._store.directory, read_only=True)
@@ -770,6 +768,7 @@ class Returning:
         Raises ShimError.
         """
         for channel in self._channels:
+            channel.expect("armed", self._until)
             channel.send({"go": True}, self._until)
         slowest: dict[str, float] = {}
         for channel in self._channels:

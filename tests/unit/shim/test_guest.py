@@ -529,7 +529,7 @@ def test_a_restore_gives_the_weights_to_each_program_after_the_gpu_state(takes, 
     back = restoring(takes, record)
     monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
     back.bring_back(os.getpid(), lambda: one.steps.append("gpu"))
-    assert one.steps == ["armed", "gpu", "back"]
+    assert sorted(one.steps[:2]) == ["armed", "gpu"] and one.steps[2:] == ["back"]
     assert (one.got, one.new) == (MODEL, True)
     back.close()
 
