@@ -29,7 +29,7 @@ from shim.wire import Message
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Any, TypeVar
 
     from shim.config import Config
@@ -51,6 +51,7 @@ _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 30
 _HANG_UP = 5.0  # seconds for a program to close its end of a connection
 _LOOK = 5.0  # seconds for a look into the container
 _STATUS = 1.0
+_PIECE, _READERS = 4 << 20, 4  # bytes, and threads, of reading ahead
 # openat2(2)
 _SYS_OPENAT2, _RESOLVE_NO_MAGICLINKS, _RESOLVE_IN_ROOT = 437, 0x02, 0x10
 
@@ -798,18 +799,33 @@ class Restoring:
         self._store = weights.Store(config.weights_directory)
         self._closed = False
         if not self._store.in_memory and config.weights_read == "cached":
-            _thread.start_new_thread(self._read_ahead, ())
+            pieces = self._pieces()
+            turn = _thread.allocate_lock()
+            for _ in range(_READERS):
+                _thread.start_new_thread(self._read_ahead, (pieces, turn))
 
-    def _read_ahead(self) -> None:
-        """Bring what is on disk into the page cache while CRIU restores; nothing depends on it."""
-        step = 32 << 20
+    def _pieces(self) -> Iterator[tuple[str, int]]:
+        for digest in self._held.digests:
+            path = self._store.path(digest)
+            for at in range(0, os.stat(path).st_size, _PIECE):
+                yield path, at
+
+    def _read_ahead(self, pieces: Iterator[tuple[str, int]], turn: _thread.LockType) -> None:
+        """Bring what is on disk into the page cache while CRIU restores; nothing depends on it.
+
+        By reading: the kernel takes no more than a part of a large piece as an advice (posix_fadvise(2)).
+        """
+        buffer = memoryview(bytearray(_PIECE))
         try:
-            for digest in self._held.digests:
-                with open(self._store.path(digest), "rb", buffering=0) as file:
-                    for at in range(0, os.fstat(file.fileno()).st_size, step):
-                        if self._closed:
-                            return
-                        os.posix_fadvise(file.fileno(), at, step, os.POSIX_FADV_WILLNEED)
+            while not self._closed:
+                with turn:
+                    piece = next(pieces, None)
+                if piece is None:
+                    return
+                path, at = piece
+                with open(path, "rb", buffering=0) as file:
+                    if not _is_cached(file.fileno(), at) or not _is_cached(file.fileno(), at + _PIECE - 4096):
+                        os.preadv(file.fileno(), [buffer], at)
         except OSError as error:
             self._log("warning", "weights cannot be read ahead", container=self._id, error=error)
 
@@ -835,6 +851,17 @@ class Restoring:
         """Let go of the weights. Idempotent."""
         self._closed = True
         self._held.close()
+
+
+def _is_cached(fd: int, at: int) -> bool:
+    """Whether a page of a file is in the page cache, or is none of its."""
+    try:
+        os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system that cannot say
+        return False
+    return True
 
 
 def restoring(record: object, config: Config, log: Log, container_id: str, snapshot: str) -> Restoring | None:

@@ -574,6 +574,21 @@ def test_weights_that_are_held_for_a_restore_are_not_removed(takes, program):
     assert takes.store.remove(hex_of(MODEL)) == takes.store.rounded(len(MODEL))
 
 
+def test_a_restore_reads_weights_on_a_disk_ahead(takes, program):
+    if takes.store.in_memory:
+        pytest.skip("the tests' directory is in memory")
+    program()
+    record = takes.take(exits=True)
+    fd = os.open(takes.store.path(hex_of(MODEL)), os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert not guest._is_cached(fd, CHUNK)
+    back = restoring(takes, record)
+    wait_for(lambda: all(guest._is_cached(fd, at) for at in range(0, len(MODEL), 4096)))
+    back.close()
+    os.close(fd)
+
+
 def test_weights_that_are_inside_need_nothing(takes, tmp_path):
     takes.directory = tmp_path
     assert restoring(takes, {"outcome": "inside"}) is None
