@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ class Apart(Serving):
     """A server whose program has the library for keeping weights out."""
 
     def __init__(self, machine: Machine, command: list[str] | None = None) -> None:
-        super().__init__(machine)
+        super().__init__(machine, make=command is None)
         self.command = command
         self.store_in("/fast/store")
 
@@ -116,37 +117,22 @@ def language_model(machine: Machine) -> dict[str, Any]:
     base = used()
     huge = HUGE.read_text()
     found: dict[str, Any] = {"layers": LAYERS, "weights_bytes": apart.weights, "made_s": apart.made_s}
+    wanted = os.environ.get("FERMATA_PARTS", "cold out huge disk inside").split()
     try:
-        rows, tokens = cold(apart, TRIALS, GUEST)
+        rows, tokens = cold(apart, TRIALS if "cold" in wanted else 1, GUEST)
         found["cold"] = {"trials": rows, "medians": medians(rows)}
         found["tokens"] = tokens
-        last = f"cold-{TRIALS - 1}"
-        found["take_out"] = taken_apart(apart, last, "/fast/out", MEMORY / "out")
-        machine.remove(last)
-        found["used_mib_between"] = leftover(machine, base)
-        found["out_from_memory"] = back(apart, "/fast/out", tokens, "memory")
-        save(found)
-        HUGE.write_text("always")
-        apart.start("huge", GUEST)
-        apart.answer("huge")
-        found["take_out_huge"] = taken_apart(apart, "huge", "/fast/huge", MEMORY / "huge")
-        machine.remove("huge")
-        written = list((MEMORY / "store").glob("*.weights"))
-        assert len(written) == 1, f"the second snapshot has written the same weights again: {written}"
-        found["out_from_memory_huge"] = back(apart, "/fast/huge", tokens, "huge")
-        found["out_left_running"] = left_running(apart, "/fast/huge", tokens)
-        save(found)
-        if os.environ.get("FERMATA_DISK") != "0":
-            shutil.copytree(MEMORY / "store", machine.folder / "store", symlinks=True)
-            apart.store_in("/srv/store")
-            found["out_from_page_cache_huge"] = back(apart, "/fast/huge", tokens, "cached")
-            found["out_from_disk_huge"] = back(apart, "/fast/huge", tokens, "disk", before=forget_pages)
-            apart.store_in("/fast/store")
+        last = f"cold-{len(rows) - 1}"
+        if "out" in wanted:
+            found["take_out"] = taken_apart(apart, last, "/fast/out", MEMORY / "out")
+            machine.remove(last)
+            found["used_mib_between"] = leftover(machine, base)
+            found["out_from_memory"] = back(apart, "/fast/out", tokens, "memory")
+            shutil.rmtree(MEMORY / "out")
             save(found)
-        HUGE.write_text("madvise")
-        shutil.rmtree(MEMORY / "out")
-        shutil.rmtree(MEMORY / "huge")
-        if os.environ.get("FERMATA_INSIDE") != "0":
+        if "huge" in wanted or "disk" in wanted:
+            huge_pages(apart, tokens, wanted, found)
+        if "inside" in wanted:
             apart.start("inside")
             apart.answer("inside")
             found["take_in"] = take(apart, "inside", "/fast/in", MEMORY / "in")
@@ -161,6 +147,36 @@ def language_model(machine: Machine) -> dict[str, Any]:
         HUGE.write_text(huge.partition("[")[2].partition("]")[0])
         servings.clear()
     return found
+
+
+def huge_pages(apart: Apart, tokens: list[int], wanted: list[str], found: dict[str, Any]) -> None:
+    """The same with huge pages for the process and for the memory file system, and from page cache and disk."""
+    machine = apart.machine
+    shutil.rmtree(MEMORY / "store", ignore_errors=True)
+    HUGE.write_text("always")
+    subprocess.run(["mount", "-o", "remount,huge=always", "/dev/shm"], check=True, timeout=30)
+    try:
+        apart.start("huge", GUEST)
+        apart.answer("huge")
+        found["take_out_huge"] = taken_apart(apart, "huge", "/fast/huge", MEMORY / "huge")
+        machine.remove("huge")
+        found["out_from_memory_huge"] = back(apart, "/fast/huge", tokens, "huge")
+        before = [(path.name, path.stat().st_mtime_ns) for path in (MEMORY / "store").glob("*.weights")]
+        found["out_left_running"] = left_running(apart, "/fast/huge", tokens)
+        after = [(path.name, path.stat().st_mtime_ns) for path in (MEMORY / "store").glob("*.weights")]
+        assert len(before) == 1 and before == after, f"the same weights were written again: {before}, {after}"
+        save(found)
+        if "disk" in wanted:
+            shutil.copytree(MEMORY / "store", machine.folder / "store", symlinks=True)
+            apart.store_in("/srv/store")
+            found["out_from_page_cache_huge"] = back(apart, "/fast/huge", tokens, "cached")
+            found["out_from_disk_huge"] = back(apart, "/fast/huge", tokens, "disk", before=forget_pages)
+            apart.store_in("/fast/store")
+            save(found)
+    finally:
+        HUGE.write_text("madvise")
+        subprocess.run(["mount", "-o", "remount,huge=never", "/dev/shm"], check=True, timeout=30)
+        shutil.rmtree(MEMORY / "huge", ignore_errors=True)
 
 
 def left_running(apart: Apart, inside: str, tokens: list[int]) -> dict[str, Any]:
