@@ -243,6 +243,7 @@ def answer(client, service, request):
 # Restores ------------------------------------------------------------------------------------------------------------
 
 
+@torture
 def test_a_second_container_of_the_same_id_is_refused_and_does_not_harm_the_restore(node, restores):
     first = restoring(node)
     restores.wait()

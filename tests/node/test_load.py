@@ -30,7 +30,7 @@ while True:
     with open("/state.new", "w") as file: file.write(f"{token} {count}")
     os.rename("/state.new", "/state")
     count += 1
-    time.sleep(0.05)
+    time.sleep(0.1)
 """
 
 
@@ -67,13 +67,13 @@ def test_containers_that_start_and_are_taken_and_restored_all_the_time_lose_noth
                 number += 1
                 name, after, directory = f"w{worker}-{number}", f"w{worker}-{number}-r", f"/srv/load/{worker}-{number}"
                 node.ctr("run", "-d", "--runtime", OURS, IMAGE, name, "python3", "-c", COUNTER, name)
-                count = goes_on(node, name, name, 2)
+                taken = count = goes_on(node, name, name, 2)
                 Shim(node, name).checkpoint(directory, leave_running=bool(number % 2))
                 if number % 2:
                     count = goes_on(node, name, name, count)
                 options = ("--annotation", f"fermata/restore-from={directory}")
                 node.ctr("run", "-d", "--runtime", OURS, *options, IMAGE, after, "true")
-                goes_on(node, after, name, 2)
+                goes_on(node, after, name, taken)
                 remove(node, name)
                 remove(node, after)
                 node.exec(["rm", "-r", directory])
@@ -89,6 +89,10 @@ def test_containers_that_start_and_are_taken_and_restored_all_the_time_lose_noth
         node.exec(["rm", "-r", f"/srv/load/by-{len(kept)}"])
         kept.append(held(first.pid))
         time.sleep(1)
+    print(
+        f"{len(rounds)} containers started, taken, restored and removed, {AT_ONCE} at once at most; {len(kept)} takes "
+        f"of one more; its shim had {kept[2]} after the third and {kept[-1]} at the end"
+    )
     assert failures == []
     assert len(rounds) >= WORKERS
     # What is made once has been by the third take.

@@ -35,6 +35,7 @@ def round_trip(node, directory):
     remove(node, "two")
 
 
+@torture
 def test_nothing_is_run_from_run(node):
     node.exec(["mount", "-o", "remount,noexec", "/run"])
     try:

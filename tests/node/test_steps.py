@@ -2,8 +2,8 @@
 
 Where a step fails (no space, no descriptor) the take or restore fails with a sentence, or goes on without what is not
 needed. Where the daemon dies, all is cleaned up after. Never is a container lost with its snapshot, nothing is left, no
-call hangs, and the same works the next time. `make test` meets some of the steps, `make torture` all, half of them on
-each of the two stacks.
+call hangs, and the same works the next time. `make torture` meets all of the steps, half of them on each of the two
+stacks; `make test` sees that there is none which it would not meet.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.node.points import Points, steps, touches
 from tests.node.test_faults import TICK, ticks
 from tests.node.test_places import mounted
 
-TORTURE = "FERMATA_TORTURE" in os.environ
+torture = pytest.mark.skipif("FERMATA_TORTURE" not in os.environ, reason="only in make torture")
 TAKEN, AGAIN = "/srv/taken", "/srv/again"
 
 # Steps that no test here comes to, and where they are met: by words of theirs.
@@ -101,11 +101,6 @@ def named(function, words):
     return found
 
 
-def some(node, found, every):
-    """All of them, by halves on the two stacks; or the few of `make test`."""
-    return half(node, found) if TORTURE else found[::every]
-
-
 def half(node, found):
     return found[1 if node.stack == "sid" else 0 :: 2]
 
@@ -145,6 +140,7 @@ def test_every_step_of_the_code_is_met_here(node, points):
 # A step fails --------------------------------------------------------------------------------------------------------
 
 
+@torture
 def test_a_step_of_a_take_that_fails_costs_no_more_than_the_take(node, points):
     begin(node)
     assert take(node) is None
@@ -152,7 +148,7 @@ def test_a_step_of_a_take_that_fails_costs_no_more_than_the_take(node, points):
     assert take(node, AGAIN) is None
     met = [step for step in points.seen() if touches(step)]
     held = descriptors(node)
-    for step in some(node, met, 12):
+    for step in half(node, met):
         node.exec(["rm", "-rf", AGAIN])
         points.plan(step, "fail")
         said = take(node, AGAIN)
@@ -168,6 +164,7 @@ def test_a_step_of_a_take_that_fails_costs_no_more_than_the_take(node, points):
     assert descriptors(node) <= held
 
 
+@torture
 def test_a_step_that_fails_never_costs_a_container_and_its_snapshot(node, points):
     """A take that ends the container: either it goes on, or it has ended and its snapshot is there."""
     begin(node)
@@ -177,7 +174,7 @@ def test_a_step_that_fails_never_costs_a_container_and_its_snapshot(node, points
     met = [step for step in points.seen() if touches(step)]
     after = met[next(at for at, step in enumerate(met) if step.startswith("take._Hook._answer")) :]
     begin(node)
-    for step in some(node, after, 12):
+    for step in half(node, after):
         node.exec(["rm", "-rf", TAKEN])
         points.plan(step, "fail")
         said = take(node, leave_running=False)
@@ -196,6 +193,7 @@ def test_a_step_that_fails_never_costs_a_container_and_its_snapshot(node, points
             assert files(node) == [], step
 
 
+@torture
 def test_a_step_of_a_restore_that_fails_leaves_nothing(node, points):
     begin(node)
     assert take(node) is None
@@ -204,7 +202,7 @@ def test_a_step_of_a_restore_that_fails_leaves_nothing(node, points):
     assert restore(node).returncode == 0
     met = [step for step in points.seen() if touches(step)]
     remove(node, "two")
-    for step in some(node, met, 20):
+    for step in half(node, met):
         points.plan(step, "fail")
         done = restore(node)
         assert points.reached, step
@@ -221,7 +219,7 @@ def test_a_step_of_a_restore_that_fails_leaves_nothing(node, points):
 # The daemon dies -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+@torture
 @pytest.mark.parametrize("leave", [True, False])
 def test_the_daemon_dies_at_a_step_of_a_take(node, points, leave):
     begin(node)
@@ -250,7 +248,7 @@ def test_the_daemon_dies_at_a_step_of_a_take(node, points, leave):
             node.exec(["rm", "-r", TAKEN])
 
 
-@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+@torture
 def test_the_daemon_dies_at_a_step_of_a_restore(node, points):
     begin(node)
     assert take(node) is None
@@ -276,6 +274,7 @@ def test_the_daemon_dies_at_a_step_of_a_restore(node, points):
 UPPERS = "/var/lib/containerd/io.containerd.snapshotter.v1.overlayfs/snapshots"
 
 
+@torture
 def test_a_restore_that_dies_gives_back_the_files_that_it_was_to_replace(node, points):
     """`ctr c restore --rw` has put files there before; the directory that they are in is put aside until the end."""
     begin(node)
@@ -332,7 +331,7 @@ def test_a_client_whose_time_is_over_costs_no_more_than_the_take(node, points):
 # The clock -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+@torture
 def test_a_clock_that_is_set_forth_and_back_harms_nothing(node, points):
     """The machine's own clock is everybody's: what is set here is what a shim reads of it."""
     with points.unsteady_clock():
@@ -355,7 +354,7 @@ def test_a_clock_that_is_set_forth_and_back_harms_nothing(node, points):
 # Power loss ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not TORTURE, reason="only in make torture")
+@torture
 def test_after_a_power_loss_a_snapshot_is_whole_or_none(node, points, tmp_path):
     """What a disk has been given by a moment is what it has after a power loss then: a file behind a loop device, which
     is copied while the take waits."""
