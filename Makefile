@@ -38,14 +38,16 @@ unit: $(VENV)/ready
 node: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -n $(WORKERS) $(RERUN) tests/node
 
-# Every fault at every step, hostile input for longer, and load. At most 20 minutes, on both stacks at the same time.
-TORTURED = steps faults at_once places hostile load
+# Every fault at every step, hostile input for longer, load, and many times what make test does a few times. At most 25
+# minutes, on both stacks at the same time.
+TORTURED = steps faults at_once places hostile load network round_trip takes
 STACKS = trixie sid
 torture: $(VENV)/ready
 	@$(MAKE) --no-print-directory --keep-going --jobs --output-sync=target $(addprefix torture-,$(STACKS))
 
 torture-%: $(VENV)/ready
-	FERMATA_STACKS=$* FERMATA_TORTURE=1 timeout 1200 $(VENV)/bin/python -m pytest -o timeout=900 -p no:cacheprovider \
+	FERMATA_STACKS=$* FERMATA_TORTURE=1 FERMATA_SWITCHES=12 FERMATA_CREATES=20 \
+	  timeout 1500 $(VENV)/bin/python -m pytest -o timeout=900 -p no:cacheprovider \
 	  $(addprefix tests/node/test_,$(addsuffix .py,$(TORTURED)))
 
 # Random input for the reader of layers, for SECONDS. What it finds is left in a file here.

@@ -477,6 +477,8 @@ notified = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); notified.bind("/run
 print("open", flush=True); input()
 child = os.fork()
 if child == 0:
+    # Else whoever reads what this program says would wait for the child's end too, were this one killed.
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     os.dup2(listener.fileno(), 3); os.set_inheritable(3, True)
     os.environ.update(LISTEN_FDS="1", LISTEN_PID=str(os.getpid()), NOTIFY_SOCKET="/run/notify")
     os.execv("/usr/local/bin/fermata-differ", ["fermata-differ"])

@@ -12,6 +12,7 @@ import pytest
 from node.shims import CallFailed, Shim
 
 OURS = "io.containerd.fermata.v1"
+TAKES = 20 if "FERMATA_TORTURE" in os.environ else 8
 
 # A ledger whose records are counted in memory and in a file. One record is one write, and the program checks the file
 # against its memory before each: the file may be at most the one record ahead that memory is about to count.
@@ -154,7 +155,7 @@ def test_memory_and_files_are_of_one_moment_in_many_takes_in_a_row(node, image):
     run(node, image, "ledger", LEDGER)
     daemon, shim = daemon_of(node, "ledger"), Shim(node, "ledger")
     held = None
-    for number in range(20):
+    for number in range(TAKES):
         shim.checkpoint(f"/srv/ledger/{number}")
         if number == 4:  # what is opened once has been by now
             held = _held(node, daemon)
@@ -163,7 +164,7 @@ def test_memory_and_files_are_of_one_moment_in_many_takes_in_a_row(node, image):
     assert now["broken"] is None
     remove(node, "ledger")
     counts = []
-    for number in range(20):
+    for number in range(TAKES):
         name = f"ledger-{number}"
         restored = restore_from(node, image, name, f"/srv/ledger/{number}")
         assert restored["broken"] is None, f"take {number}"
