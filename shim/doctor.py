@@ -126,6 +126,7 @@ def examine(address: str, directories: list[str]) -> Iterator[Line]:
         ("huge pages", _huge_pages),
         ("io_uring", _io_uring),
         ("GPU", lambda: _gpu(config)),
+        ("weights", lambda: _weights(config)),
         ("room", lambda: _room(daemon, directories)),
         ("lock rules", _lock_rules),
         ("network namespaces", _network_namespaces),
@@ -491,6 +492,23 @@ def _gpu(config: Config) -> Iterator[Line]:
         yield Line("problem", "GPU", str(error))
     finally:
         driver.end()
+
+
+def _weights(config: Config) -> Iterator[Line]:
+    """What is in the store of weights, if this node has one."""
+    from shim import weights
+
+    if not os.path.isdir(config.weights_directory):
+        return
+    store = weights.Store(config.weights_directory)
+    sizes = {digest: store.size(digest) or 0 for digest in store.digests()}
+    text = f"{size(sum(sizes.values()))} in {len(sizes)} packs in {store.directory}, on {store.kind or 'a disk'}"
+    idle = [one for one in sizes if not store.references(one).keys() - store.stale(one, packed=False).keys()]
+    left = [*(sizes[digest] for digest in idle), *(bytes_ for _, bytes_ in store.drafts())]
+    if left:
+        yield Line("warning", "weights", f"{text}; {size(sum(left))} of it no snapshot needs", "fermata prune")
+    else:
+        yield Line("ok", "weights", text)
 
 
 # Room and leftovers -----------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from shim import doctor
 from shim.cli import main
 from shim.config import Config
 from shim.errors import ShimError
+from shim.weights import Store
 
 
 @pytest.fixture
@@ -55,6 +56,23 @@ def test_transparent_huge_pages_at_always_are_a_warning(tmp_path, text, level):
     if line.mend:
         line.mend()
         assert path.read_text() == "madvise"
+
+
+def test_weights_that_no_snapshot_needs_are_a_warning(tmp_path):
+    config = Config()
+    config.weights_directory = str(tmp_path / "store")
+    assert list(doctor._weights(config)) == []
+    store = Store(config.weights_directory)
+    assert [line.level for line in doctor._weights(config)] == ["ok"]
+    (tmp_path / "store" / f"{'a' * 64}.weights").write_bytes(bytes(4096))
+    (tmp_path / "store" / "draft-1-a").write_bytes(bytes(4096))
+    [line] = doctor._weights(config)
+    assert (line.level, line.fix) == ("warning", "fermata prune")
+    assert "8.0 KiB of it no snapshot needs" in line.text
+    (tmp_path / "fermata.json").write_text("{")
+    store.refer("a" * 64, "one", str(tmp_path))
+    (tmp_path / "store" / "draft-1-a").unlink()
+    assert [line.level for line in doctor._weights(config)] == ["ok"]
 
 
 def test_a_containerd_that_does_not_listen_is_a_problem(tmp_path):
