@@ -6,6 +6,7 @@ more than one. All tests of a stack's common node go to one worker, in their ord
 
 from __future__ import annotations
 
+import os
 import re
 
 from xdist.scheduler import LoadScopeScheduling
@@ -17,6 +18,8 @@ STACK = re.compile(r"tests/node/(?P<file>\w+)\.py::.*?\[(?P<stack>trixie|sid|hos
 
 def share(test: str) -> str:
     """The name of what a test has to run together with."""
+    if "FERMATA_NODE" in os.environ and test.startswith("tests/node/"):
+        return "the one node"
     found = STACK.match(test)
     if not found:
         return test.partition("::")[0]
