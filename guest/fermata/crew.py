@@ -51,13 +51,8 @@ class Crew(Generic[T]):
         for thread in self._threads:
             thread.join()
         self.seconds = time.monotonic() - self._began
-        failure, self.failure = self.failure, None
-        try:
-            if failure is not None:
-                raise failure
-        finally:
-            # An error that is held by a frame of its own traceback would hold the weights' buffers too.
-            del failure
+        if self.failure is not None:
+            raise self.failure
 
     def _mine(self) -> Iterator[T]:
         while True:

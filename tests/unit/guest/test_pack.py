@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from fermata.pack import HostPart, Pack, digest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -16,6 +16,7 @@ def pack(sizes, chunk=1 << 16):
 sizes = st.lists(st.integers(1, 300_000), max_size=20)
 
 
+@settings(deadline=None)
 @given(sizes, st.sampled_from([4096, 1 << 16, 1 << 18]))
 def test_every_byte_of_every_part_is_in_one_chunk_once(sizes, length):
     one = pack(sizes)
@@ -35,6 +36,7 @@ def test_every_byte_of_every_part_is_in_one_chunk_once(sizes, length):
     assert (seen, end) == (sizes, one.bytes)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_parts_begin_at_pages_and_the_file_ends_at_one(sizes):
     one = pack(sizes)

@@ -6,12 +6,13 @@ import array
 import json
 import os
 import socket
+import threading
 import time
 
 import pytest
 from fermata.errors import GuestError
 from fermata.wire import Connection
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
@@ -37,21 +38,28 @@ def with_descriptors(sock, message, count):
             os.close(one)
 
 
+@settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers(), max_size=3), max_size=5), st.integers(1, 9))
 def test_messages_arrive_in_pieces_of_any_size(messages, size):
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(other)
     data = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
-    try:
+
+    def speak():
         for start in range(0, len(data), size):
-            mine.send(data[start : start + size])
+            mine.sendall(data[start : start + size])
         mine.shutdown(socket.SHUT_WR)
+
+    speaker = threading.Thread(target=speak)  # a socket holds but a few hundred pieces that nobody has read
+    speaker.start()
+    try:
         for message in messages:
             assert connection.receive(limit()) == (message, [])
         assert connection.receive(limit()) is None
     finally:
-        mine.close()
         connection.close()
+        speaker.join()
+        mine.close()
 
 
 def test_descriptors_come_with_their_message(ends):
@@ -83,8 +91,6 @@ def test_another_number_of_descriptors_is_refused_and_they_are_closed(ends, said
     [(b"x\n", "no JSON"), (b"[]\n", "no JSON object"), (b"{", "ended inside"), (b"1" * (17 << 20), "longer than")],
 )
 def test_what_is_no_message_is_refused(data, words):
-    import threading
-
     mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     connection = Connection(other)
 
