@@ -44,7 +44,11 @@ pivot_root . .old
 umount -l /.old
 exec env -i container=node PATH=/usr/sbin:/usr/bin SYSTEMD --unit=multi-user.target --log-target=console --show-status=0
 """
-_ALONE = ("--fork", "--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net", "--kill-child")
+# It ends with whoever switched it on.
+_ALONE = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--fork", "--pid", "--mount", "--cgroup", "--uts", "--ipc", "--net", "--kill-child"),
+)
 
 
 class Booted:
@@ -83,7 +87,7 @@ class Booted:
 
     def on(self, timeout: float = 60) -> None:
         """Boot, and wait until every service of the start is up."""
-        enter = f"echo $$ >{shlex.quote(str(self._cgroup / 'cgroup.procs'))}; exec unshare {' '.join(_ALONE)} sh -c"
+        enter = f"echo $$ >{shlex.quote(str(self._cgroup / 'cgroup.procs'))}; exec {' '.join(_ALONE)} sh -c"
         script = _BOOT.replace("SYSTEMD", SYSTEMD)
         with (self._top / "console").open("ab") as console:
             self._process = subprocess.Popen(
