@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from node.errors import NodeError
 from node.node import SOCKET, Node
 from shim.wire import fields
 
 SNAPSHOTTERS = ("overlayfs", "native")
+STATUSES = ("UNKNOWN", "CREATED", "RUNNING", "STOPPED", "PAUSED", "PAUSING")
 # Has containerd a task, it has this directory: asking for tasks would have it ask every shim, and one may hang.
 TASKS = "/run/containerd/io.containerd.runtime.v2.task"
 
@@ -23,8 +25,15 @@ class Name(NamedTuple):
     of: str = ""
 
 
+class Task(NamedTuple):
+    """``pid`` is the host's, of the first process; ``status`` is one of STATUSES."""
+
+    pid: int
+    status: str
+
+
 class Records:
-    """Lists of names, as they are at the call."""
+    """Lists of names, as they are at the call. Each raises NodeError when containerd does not answer."""
 
     def __init__(self, node: Node) -> None:
         import grpc
@@ -59,10 +68,23 @@ class Records:
     def tasks(self) -> list[Name]:
         return [Name(path.parent.name, path.name) for path in self.node.path(TASKS).glob("*/*")]
 
+    def running(self, namespace: str = "default") -> dict[str, Task]:
+        """The tasks of a namespace by their containers' names, in the states that their shims say."""
+        found = {}
+        for item in self._items("tasks", namespace):
+            pid, status = (sum(_all(item, number)) for number in (3, 4))
+            found[_text(item, 2)] = Task(pid, STATUSES[status])
+        return found
+
     def _list(self, what: str, namespace: str) -> list[str]:
-        path = f"/containerd.services.{what}.v1.{what.capitalize()}/List"
-        answer = self._channel.unary_unary(path)(b"", metadata=_metadata(namespace), timeout=60, wait_for_ready=True)
-        return [_text(item, 1) for item in _all(answer, 1)]
+        return [_text(item, 1) for item in self._items(what, namespace)]
+
+    def _items(self, what: str, namespace: str) -> list[bytes]:
+        call = self._channel.unary_unary(f"/containerd.services.{what}.v1.{what.capitalize()}/List")
+        try:
+            return _all(call(b"", metadata=_metadata(namespace), timeout=60, wait_for_ready=True), 1)
+        except self._grpc.RpcError as error:
+            raise NodeError(f"containerd does not list its {what}: {error.details()}") from error
 
     def _snapshots(self, namespace: str, snapshotter: str) -> list[str]:
         call = self._channel.unary_stream("/containerd.services.snapshots.v1.Snapshots/List")

@@ -12,6 +12,7 @@ import pytest
 from criuconf import explain
 from criuconf.options import DECIDED_ELSEWHERE, FLAG, OPTIONAL, PLAIN, VALUE, kind, with_off_forms
 from criuconf.syntax import parse
+from node.containers import pid, status
 
 LIBRARY = "/usr/local/lib/fermata"
 
@@ -110,12 +111,10 @@ def network(node):
 
 def reached(node, container):
     """How far the program in a container has come, as it says itself; 0 when it does not run."""
-    for line in node.ctr("tasks", "list").stdout.splitlines():
-        name, pid, state = line.split()[:3]
-        if name == container and state == "RUNNING":
-            count = pathlib.Path(f"/proc/{pid}/root/dev/shm/n")
-            return int((count.read_text() if count.exists() else "") or 0)
-    return 0
+    if status(node, container) != "RUNNING":
+        return 0
+    count = pathlib.Path(f"/proc/{pid(node, container)}/root/dev/shm/n")
+    return int((count.read_text() if count.exists() else "") or 0)
 
 
 def start(node, image, container, config, *arguments, network=None):
