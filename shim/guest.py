@@ -564,8 +564,8 @@ class Taking:
             if self._synced is not None:
                 self._synced.wait()
             for process in self._processes:
-                # One that ended before the dump is not in it.
-                if os.path.lexists(f"{self._directory}/core-{process.pid}.img"):
+                # One that ended before the dump is not in it, or as a zombie, without memory.
+                if os.path.lexists(f"{self._directory}/mm-{process.pid}.img"):
                     processes.append(process)
             self._refer({pack.digest for process in processes for pack in process.packs})
         return {

@@ -334,6 +334,25 @@ def test_a_program_that_fails_keeps_its_weights_and_runs_on(node, configured, fa
     assert ticks(node, "two")
 
 
+def test_a_worker_that_dies_after_its_release_is_not_waited_for_at_the_restore(node):
+    """It is a zombie in the snapshot; the other program has its weights back."""
+    worker = json.dumps({"release": "die"})
+    program = f"""
+import subprocess, sys
+subprocess.Popen(["python3", "-c", {STAND_IN.replace("tick", "tock")!r}, {worker!r}])
+exec({STAND_IN.replace("json.loads(sys.argv[1])", "{}")!r})
+"""
+    start(node, "one", "python3", "-c", program, options=ON)
+    sockets = Path(f"/proc/{pid(node, 'one')}/root/run/fermata")
+    wait_for(lambda: len(list(sockets.glob("*.sock"))) == 2, "both programs")
+    Shim(node, "one").checkpoint(TAKEN)
+    found = record(node)
+    assert (found["outcome"], [process["pid"] for process in found["processes"]]) == ("out", [1])
+    assert ticks(node, "one")
+    restore(node, "two")
+    assert ticks(node, "two")
+
+
 def test_a_full_disk_leaves_the_weights_inside(node, configured):
     node.exec(["sh", "-c", "mkdir -p /srv/small; mount -t tmpfs -o mode=0700,size=8m weights /srv/small"])
     try:

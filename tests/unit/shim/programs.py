@@ -29,7 +29,8 @@ def hex_of(data):
 
 class Program:
     """Listens in `folder`. `fails` maps a step (prepare, write, release, armed, back) to what it does there instead:
-    bytes that it sends, "end" (it ends, and listens no more), "hang up", "wait", or a function of the files."""
+    bytes that it sends, "end" (it listens no more), "die" (after its answer), "hang up", "wait", or a function of the
+    files."""
 
     def __init__(self, folder, pid, data, **fails):
         self.pid, self.data, self.fails = pid, data, fails
@@ -89,6 +90,10 @@ class Program:
         elif instead == "wait":
             self.enough.wait()
             raise _Stop
+        elif instead == "die":
+            out.write(json.dumps(message).encode() + b"\n")
+            out.flush()
+            os._exit(1)
         elif instead is not None:
             out.write(instead)
             out.flush()

@@ -72,7 +72,7 @@ class Takes:
             if during:
                 during()
             for pid in dumped if dumped is not None else [process.pid for process in taking._processes]:
-                (self.directory / f"core-{pid}.img").touch()
+                (self.directory / f"mm-{pid}.img").touch()
             return Response.failure(2, "criu failed") if fails else Response()
 
         with taking:
@@ -461,7 +461,7 @@ def test_what_containerd_packs_is_referred_to_as_such(takes, program, tmp_path):
     )
     (tmp_path / "ctrd-checkpoint12").mkdir()
     with taking:
-        taking.dump(lambda: (tmp_path / "ctrd-checkpoint12/core-1.img").touch() or Response(), exits=False)
+        taking.dump(lambda: (tmp_path / "ctrd-checkpoint12/mm-1.img").touch() or Response(), exits=False)
         taking.record()
         (tmp_path / "ctrd-checkpoint12/fermata.json").touch()
     (name,) = takes.store.references(hex_of(MODEL))
