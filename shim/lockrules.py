@@ -508,6 +508,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             flushed = flush(path, dry_run=args.dry_run)
         except ShimError as failure:
+            if args.all and path and not _is_network_namespace(path):
+                continue  # it went after it was listed, and its rules with it
             print(f"fermata: {failure}", file=sys.stderr)
             status = 1
             continue
