@@ -84,7 +84,9 @@ class Nerdctl:
         for at in range(0, len(data), 1 << 20):
             upload.write(memoryview(data)[at : at + (1 << 20)])
         try:
-            return upload.commit(labels)
+            digest = upload.digest()
+            upload.commit(labels)
+            return digest
         finally:
             upload.cancel()
 
