@@ -11,7 +11,7 @@ SCRIPTS = containerd-shim-fermata-v1 fermata fermata-differ
 
 VENV = .venv
 # Another minor version of ruff may format or check otherwise.
-TOOLS = pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis prometheus-client protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema pyyaml
+TOOLS = pytest pytest-timeout pytest-rerunfailures pytest-xdist hypothesis prometheus-client protobuf grpcio setuptools wheel "mypy>=2.4,<3" "ruff>=0.17,<0.18" zstandard jsonschema pyyaml numpy
 # Programs that tests and the node need, each with the package that has it.
 PROGRAMS = mmdebstrap:mmdebstrap nsenter:util-linux ip:iproute2 nft:nftables iptables:iptables tar:tar gpg:gpg \
   zstd:zstd umoci:umoci skopeo:skopeo mkfs.xfs:xfsprogs chattr:e2fsprogs
