@@ -201,8 +201,12 @@ def _config_file(words: list[str]) -> str:
 
 def _containerd(daemon: Containerd | None, address: str) -> Iterator[Line]:
     if daemon is None:
-        fix = "systemctl start containerd, or name its socket with --address"
-        yield Line("problem", "containerd", f"none listens at {address}", fix)
+        import shutil
+
+        start = "systemctl start containerd"
+        if shutil.which("containerd") is None:
+            start = f"install containerd {OLDEST_CONTAINERD} or newer (there is none on PATH)"
+        yield Line("problem", "containerd", f"none listens at {address}", f"{start}, or name its socket with --address")
         return
     version = host.program_version(daemon.program) or "of unknown version"
     if host.older(version, OLDEST_CONTAINERD, 2):
@@ -354,7 +358,10 @@ def _criu(config: Config) -> Iterator[Line]:
     try:
         installed = criu.installed(config)
     except ShimError as error:
-        yield Line("problem", "CRIU", str(error))
+        # Whoever installs one now should not have to install a newer one next.
+        fix = "install CRIU 4.2 or newer: an older one cannot dump an internet socket on this kernel"
+        enough = dumps_internet_sockets((4, 0), os.uname().release)
+        yield Line("problem", "CRIU", str(error), None if enough else fix)
         return
     version = ".".join(map(str, installed.version))
     try:

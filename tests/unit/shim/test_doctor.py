@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +81,28 @@ def test_a_containerd_that_does_not_listen_is_a_problem(tmp_path):
     assert doctor.Containerd.find(path) is None
     [line] = doctor._containerd(None, path)
     assert (line.level, line.text) == ("problem", f"none listens at {path}")
+
+
+@pytest.mark.parametrize(
+    ("installed", "fix"),
+    [(True, "systemctl start containerd, or"), (False, "install containerd 1.7 or newer (there is none on PATH), or")],
+)
+def test_a_containerd_that_is_not_installed_is_not_told_to_start(tmp_path, monkeypatch, installed, fix):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if installed:
+        (tmp_path / "containerd").touch(mode=0o755)
+    [line] = doctor._containerd(None, "/no.sock")
+    assert line.fix == f"{fix} name its socket with --address"
+
+
+@pytest.mark.parametrize(("kernel", "fix"), [("6.15.2", False), ("6.16.0-1-amd64", True)])
+def test_where_criu_is_missing_the_version_that_this_kernel_needs_is_named(monkeypatch, kernel, fix):
+    config = Config()
+    config.criu_path = "/no/criu"
+    monkeypatch.setattr(doctor.os, "uname", lambda: SimpleNamespace(release=kernel))
+    [line] = doctor._criu(config)
+    assert (line.level, line.fix is not None) == ("problem", fix)
+    assert not fix or line.fix.startswith("install CRIU 4.2 or newer")
 
 
 @pytest.mark.parametrize(
