@@ -39,6 +39,7 @@ _DRAFT = "draft-"
 _PACKED = "packed-"
 _ALIGNMENT = 4096
 _PIECE = 1 << 20  # bytes that are hashed at a time
+_ATTEMPTS = 1000  # at a name in a directory that others remove
 _WRITERS_LINGER = 5.0  # seconds for a program to let go of what it has written
 # linux/mount.h, asm-generic/unistd.h
 _SYS_OPEN_TREE, _SYS_MOUNT_SETATTR = 428, 442
@@ -347,9 +348,18 @@ class Store:
     def refer(self, digest: str, name: str, snapshot: str) -> None:
         """Say that the snapshot in a directory needs a pack; `name` is `reference`'s. Raises OSError."""
         folder = f"{self._records}/refs/{digest}"
-        make_private(folder)
         draft = f"{folder}/.{os.urandom(8).hex()}"
-        os.symlink(snapshot, draft)
+        for left in range(_ATTEMPTS, 0, -1):
+            try:
+                make_private(folder)
+                os.symlink(snapshot, draft)
+                break
+            except (
+                FileNotFoundError,
+                FileExistsError,
+            ):  # with another snapshot's reference, the last one, its directory has gone
+                if left == 1:
+                    raise
         os.rename(draft, f"{folder}/{name}")
 
     def drop(self, digest: str, name: str) -> None:
@@ -366,10 +376,18 @@ class Store:
     def references(self, digest: str) -> dict[str, str]:
         """The snapshots that need a pack: name of the reference to directory."""
         folder = f"{self._records}/refs/{digest}"
+        found: dict[str, str] = {}
         try:
-            return {name: os.readlink(f"{folder}/{name}") for name in sorted(os.listdir(folder)) if name[0] != "."}
+            names = sorted(os.listdir(folder))
         except FileNotFoundError:
-            return {}
+            return found
+        for name in names:
+            if name[0] != ".":
+                try:
+                    found[name] = os.readlink(f"{folder}/{name}")
+                except FileNotFoundError:
+                    pass  # taken back meanwhile; the others count
+        return found
 
     def remove(self, digest: str) -> int | None:
         """Remove a pack that no snapshot needs; the bytes that it had.
@@ -407,8 +425,10 @@ class Store:
                 for name in stale:
                     self.drop(digest, name)
             if not left:
-                for path in (f"{self._records}/locks/{digest}", *(() if dry_run else (self.path(digest),))):
-                    _unlink(path)
+                if not dry_run:
+                    _unlink(self.path(digest))
+                # Last: from then on others can hold what there is of it.
+                _unlink(f"{self._records}/locks/{digest}")
             return Pruned(digest, size, "kept" if left else "removed", stale, left)
         finally:
             os.close(lock)
@@ -572,12 +592,24 @@ def _needs(snapshot: str, digest: str) -> bool:
     """Whether a directory holds a snapshot that needs a pack; one that cannot be read does, to be on the safe side."""
     from shim import manifest as manifests
 
-    if not os.path.lexists(f"{snapshot}/{manifests.NAME}"):
-        return False
+    if not _is_there(f"{snapshot}/{manifests.NAME}"):
+        # A take that ended its container and could not give the snapshot its name has left that to the operator.
+        return _is_there(f"{snapshot}/{manifests.STAGED}")
     try:
         return digest in digests_of(manifests.read(snapshot).data.get("guest"))
     except ShimError:
         return True
+
+
+def _is_there(path: str) -> bool:
+    """Whether something is there, or may be: a volume that answers with an error is no volume without the file."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 # A snapshot's record ----------------------------------------------------------------------------------------------

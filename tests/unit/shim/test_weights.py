@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from shim import inspect, weights
+from shim import inspect, manifest, weights
 from shim.config import Config
 from shim.errors import ShimError
 
@@ -180,6 +180,69 @@ def test_a_snapshot_that_cannot_be_read_is_taken_to_need_its_weights(store, tmp_
     put(store)
     (snapshot(tmp_path, store, "a", DIGEST) / "fermata.json").write_text("{")
     assert outcome(store) == "kept"
+
+
+def test_a_snapshot_that_cannot_be_looked_for_is_taken_to_need_its_weights(store, tmp_path):
+    put(store)
+    (tmp_path / "round").symlink_to("round")  # as good as a network file system that does not answer: ELOOP, not ENOENT
+    store.refer(DIGEST, "a", str(tmp_path / "round"))
+    assert outcome(store) == "kept"
+    assert store.size(DIGEST)
+
+
+def test_a_snapshot_that_lacks_nothing_but_its_name_needs_its_weights(store, tmp_path):
+    put(store)
+    directory = snapshot(tmp_path, store, "whole", DIGEST)
+    os.rename(directory / "fermata.json", directory / manifest.STAGED)
+    assert outcome(store) == "kept"
+
+
+def test_a_reference_that_goes_meanwhile_does_not_take_others_along(store):
+    store.refer(DIGEST, "stays", "/srv/a")
+    over = threading.Event()
+
+    def come_and_go():
+        while not over.is_set():
+            store.refer(DIGEST, "passes", "/srv/b")
+            store.drop(DIGEST, "passes")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        assert all("stays" in store.references(DIGEST) for _ in range(1000))
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_snapshot_can_be_referred_to_while_another_one_is_removed(store):
+    over = threading.Event()
+
+    def come_and_go():
+        while not over.is_set():
+            store.drop(DIGEST, "other")
+            try:
+                os.rmdir(f"{store.directory}/refs/{DIGEST}")
+            except OSError:
+                pass
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(500):
+            store.refer(DIGEST, "mine", "/srv/a")
+            store.drop(DIGEST, "mine")
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_pack_is_gone_before_its_lock_is(store):
+    """Or who takes a new lock meanwhile would find the pack, and lose it afterwards."""
+    os.mkdir(store.path(DIGEST))  # cannot be unlinked
+    with pytest.raises(OSError):
+        store.prune(DIGEST, packed=False)
+    assert os.path.exists(f"{store.directory}/locks/{DIGEST}")
 
 
 @pytest.mark.parametrize("place", ["/tmp/ctrd-checkpoint17", "/var/lib/containerd/io.containerd.grpc.v1.cri/x"])
