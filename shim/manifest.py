@@ -167,6 +167,13 @@ def _unreadable(directory: str, error: OSError | ValueError) -> ShimError:
     if NAME in names:
         reason = error.strerror if isinstance(error, OSError) else error
         return ShimError(f"cannot read {directory}/{NAME}: {reason}", FAILED_PRECONDITION)
+    # The kubelet's archive has the snapshot one level down, and so has a directory of snapshots.
+    inside = [name for name in sorted(names) if os.path.exists(f"{directory}/{name}/{NAME}")]
+    if inside:
+        return ShimError(
+            f"no snapshot at {directory}: it has no {NAME}, but {directory}/{inside[0]} has: name that directory",
+            FAILED_PRECONDITION,
+        )
     return ShimError(
         f"no snapshot at {directory}: it has no {NAME}, so the take did not finish, or it is not "
         "fermata's; take it again",

@@ -195,3 +195,8 @@ def test_what_is_no_regular_file_is_refused_at_once(snapshot):
     path.unlink()
     path.write_bytes(b" " * (5 << 20))
     assert read_error(snapshot) == "DIR/fermata.json is larger than 4194304 bytes: it is not fermata's"
+
+
+def test_a_directory_around_a_snapshot_is_refused_with_the_one_that_is_meant(snapshot):
+    with pytest.raises(ShimError, match=f"but {snapshot} has: name that directory"):
+        manifest.read(str(snapshot.parent))
