@@ -509,7 +509,7 @@ def _weights(config: Config) -> Iterator[Line]:
         return
     store = weights.Store(config.weights_directory)
     sizes = {digest: store.size(digest) or 0 for digest in store.digests()}
-    text = f"{size(sum(sizes.values()))} in {len(sizes)} packs in {store.directory}, on {store.kind or 'a disk'}"
+    text = f"{weights.in_files([*sizes.values()])} in {store.directory}, on {store.kind or 'a disk'}"
     idle = [one for one in sizes if not store.references(one).keys() - store.stale(one, packed=False).keys()]
     left = [*(sizes[digest] for digest in idle), *(bytes_ for _, bytes_ in store.drafts())]
     if left:

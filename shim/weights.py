@@ -675,6 +675,13 @@ def hold(record: object, config: Config, snapshot: str) -> Held:
     return held
 
 
+def in_files(sizes: Sequence[int]) -> str:
+    """The size of some packs, for people, who see them as files."""
+    from shim.host import size
+
+    return f"{size(sum(sizes))} in {len(sizes)} file{'' if len(sizes) == 1 else 's'}"
+
+
 def forget(record: object, config: Config, snapshot: str) -> tuple[int, int]:
     """A snapshot is gone: take its references back, and remove what nobody else needs.
 
@@ -772,5 +779,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"{path}: {word}, {size(bytes_)}, of a take that died")
     freed = sum(found.size for found in pruned if found.outcome == "removed") + sum(bytes_ for _, bytes_ in drafts)
     stays = [found for found in pruned if found.outcome != "removed"]
-    print(f"{directory}: {size(freed)} {word}; {size(sum(found.size for found in stays))} in {len(stays)} packs stay")
+    print(f"{directory}: {size(freed)} {word}; {in_files([found.size for found in stays])} left")
     return 0

@@ -336,3 +336,8 @@ def test_rm_takes_along_what_only_its_snapshot_needs(store, config, tmp_path, mo
     assert "1 of its weights are in use and stay: `fermata prune`" in capsys.readouterr().out
     held.close()
     assert outcome(store) == "removed"
+
+
+@pytest.mark.parametrize(("sizes", "text"), [([], "0 B in 0 files"), ([4096], "4.0 KiB in 1 file")])
+def test_packs_are_told_as_files(sizes, text):
+    assert weights.in_files(sizes) == text
