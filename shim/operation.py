@@ -99,9 +99,7 @@ def checkpoint(args: argparse.Namespace) -> int:
         container = client.container(args.container)
         _refuse_others(container, args.namespace)
         if args.when_ready:
-            from shim import guest
-
-            guest.wait_until_ready(args.namespace, container.id, args.timeout)
+            _wait_until_ready(args, container.id)
             began = time.monotonic()
         options = CheckpointOptions(exit=args.exit, image_path=directory)
         request = containerd.CheckpointTaskRequest(
@@ -173,6 +171,20 @@ def _what_containerd_knows(client: containerd.Client, container: containerd.Cont
                 raise
             # The image was removed under the container: its name is all that is known.
     return {"container": known, "node": {"containerd": version}}
+
+
+def _wait_until_ready(args: argparse.Namespace, container_id: str) -> None:
+    from shim import guest
+
+    if not sys.stderr.isatty() or args.json:
+        guest.wait_until_ready(args.namespace, container_id, args.timeout)
+        return
+    text = f"waiting until {container_id} says that it is ready, at most {args.timeout:g} s"
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        guest.wait_until_ready(args.namespace, container_id, args.timeout)
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _show_progress(future: Any, directory: str, began: float) -> None:
