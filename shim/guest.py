@@ -974,5 +974,9 @@ def wait_until_ready(namespace: str, container_id: str, seconds: float) -> None:
         if answer.ready:
             return
         if time.monotonic() > until:
-            raise ShimError(f"{container_id} was not ready within {seconds:g} s: {answer.text}", FAILED_PRECONDITION)
+            raise ShimError(
+                f"{container_id} was not ready within {seconds:g} s: {answer.text}; it is once a program in it has "
+                "called fermata.snapshot_ready(), and --timeout waits longer",
+                FAILED_PRECONDITION,
+            )
         time.sleep(0.1)
