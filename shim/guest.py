@@ -47,6 +47,8 @@ OUT, INSIDE, NONE = "out", "inside", "none"
 
 LINE_LIMIT = 16 << 20
 _MOST_LISTENERS, _MOST_PACKS = 256, 250
+_MOST_CHUNKS = 1 << 18  # of all programs of a container, which is what a line holds for one of them
+_MOST_TIMES = 30
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 30
 _HANG_UP = 5.0  # seconds for a program to close its end of a connection
 _LOOK = 5.0  # seconds for a look into the container
@@ -114,6 +116,8 @@ def _look(root: str) -> list[Listener]:
             digits, _, suffix = name.partition(".")
             if suffix != "sock" or not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
                 continue
+            if digits[0] == "0":
+                continue  # a second socket of a process, for who keeps them by its number
             try:
                 fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             except OSError:
@@ -236,7 +240,9 @@ class Channel:
         """The next message. Descriptors that come with it are closed by the kernel: nobody asks for any."""
         import json
 
-        while (end := self._buffer.find(b"\n")) < 0:
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
             if len(self._buffer) > LINE_LIMIT:
                 raise ChannelError(f"{self} answers with a line of more than {LINE_LIMIT >> 20} MiB")
             try:
@@ -278,12 +284,11 @@ class Channel:
         except OSError:
             pass  # closed, or the other end is gone
 
-    def hang_up(self, until: float = 0.0) -> None:
+    def hang_up(self, until: float) -> None:
         """Wait until the other end has closed too, and close: then it holds nothing of ours, which could not be dumped.
 
-        It is waited for until then, and a few seconds at least. Idempotent.
+        Idempotent.
         """
-        until = max(until, time.monotonic() + _HANG_UP)
         try:
             while (left := until - time.monotonic()) > 0:
                 self._sock.settimeout(left)
@@ -298,9 +303,18 @@ class Channel:
         self._sock.close()
 
 
+def hang_up(channels: Sequence[Channel], until: float = 0.0) -> None:
+    """Wait for the other ends of all together, until then and a few seconds at least, and close them."""
+    until = max(until, time.monotonic() + _HANG_UP)
+    for channel in channels:
+        channel.hang_up(until)
+
+
 def plain(text: object) -> str:
     """What a program says, as it can stand in a log or on a terminal."""
-    shown = "".join(c if c.isprintable() else " " for c in str(text)[:1000])
+    if not isinstance(text, str):
+        return "(no text)"
+    shown = "".join(c if c.isprintable() else " " for c in text[:1000])
     return shown if len(shown) < 1000 else f"{shown}…"
 
 
@@ -455,8 +469,10 @@ class Taking:
         self._log("error", "the weights are in the snapshot", container=self._tree.id, reason=reason)
         for process in self._processes:
             process.channel.let_go()  # which tells one that has not been released yet to go on
-        for process in self._processes:
-            process.channel.hang_up(process.until)
+        hang_up(
+            [process.channel for process in self._processes],
+            max((process.until for process in self._processes), default=0.0),
+        )
         self._close_drafts()
 
     def _init_root(self) -> str:
@@ -475,6 +491,8 @@ class Taking:
             )
         for process in self._processes:
             process.packs = packs_of(process.channel, process.channel.expect("packs", until))
+            if sum(len(pack.chunks) for each in self._processes for pack in each.packs) > _MOST_CHUNKS:
+                raise ChannelError(f"the programs describe more than {_MOST_CHUNKS} chunks of weights together")
 
     def _write(self, until: float) -> None:
         store = self._store = weights.Store(self._config.weights_directory, limit=self._config.weights_limit)
@@ -514,9 +532,9 @@ class Taking:
             process.channel.send({"release": True}, until)
         for process in self._processes:
             answer = process.channel.expect("released", until)
-            process.channel.hang_up()
             for note in answer["notes"] if isinstance(answer.get("notes"), list) else ():
                 self._log("info", "of a program", container=self._tree.id, process=process.pid, note=plain(note))
+        hang_up([process.channel for process in self._processes])
 
     def _give_back(self) -> None:
         """To every program that is without its weights. What fails is kept for `checked`."""
@@ -773,18 +791,25 @@ class Returning:
             channel.send({"go": True}, self._until)
         slowest: dict[str, float] = {}
         for channel in self._channels:
-            answer = channel.expect("back", self._until)
-            channel.hang_up()
-            seconds = answer.get("seconds")
-            for name, took in seconds.items() if isinstance(seconds, dict) else ():
-                if isinstance(took, (int, float)):
-                    slowest[plain(name)[:40]] = max(slowest.get(plain(name)[:40], 0.0), float(took))
+            for name, took in _times(channel.expect("back", self._until)):
+                slowest[name] = max(slowest.get(name, 0.0), took)
+        hang_up(self._channels)
         return slowest
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         for channel in self._channels:
             channel.close()
+
+
+def _times(answer: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """What a program says of how long it took, as far as a line of the log can have it."""
+    seconds = answer.get("seconds")
+    for name, took in list(seconds.items() if isinstance(seconds, dict) else ())[:_MOST_TIMES]:
+        a_word = name.isascii() and name.isidentifier() and len(name) <= 40
+        a_time = isinstance(took, (int, float)) and 0 <= took < 1e9
+        if a_word and a_time and name not in ("container", "level", "message"):
+            yield name, float(took)
 
 
 class Restoring:

@@ -290,6 +290,57 @@ def test_a_program_that_says_what_makes_no_sense_keeps_its_weights(takes, progra
     wait_for(lambda: one.steps[-1] == "let go" or len(said) > 1 << 20)
 
 
+def test_what_is_no_text_is_not_shown():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert guest.plain(deep) == guest.plain({"a": "b"}) == "(no text)"
+    assert guest.plain("a\x1b[31m") == "a [31m"
+
+
+def test_programs_that_describe_too_much_together_keep_their_weights(takes, program, monkeypatch):
+    monkeypatch.setattr(guest, "_MOST_CHUNKS", 5)  # for each of the two it would do
+    program(1)
+    program(2)
+    assert "together" in inside(takes)
+
+
+def test_a_line_that_comes_in_pieces_is_searched_once(takes, box, monkeypatch):
+    """Or a program that sends single bytes would keep the node busy."""
+    ours, theirs = socket.socketpair()
+    found = guest.Channel.__new__(guest.Channel)
+    found.pid, found._buffer, found._sock = 1, Searched(), ours
+    line = json.dumps({"packs": "x" * 2000}).encode() + b"\n"
+    done = threading.Thread(target=lambda: [time.sleep(0.0001) or theirs.sendall(bytes([byte])) for byte in line])
+    done.start()
+    found.receive(time.monotonic() + 20)
+    done.join()
+    assert found._buffer.searched <= 2 * len(line)
+    for one in (ours, theirs):
+        one.close()
+
+
+def test_programs_that_keep_a_connection_open_cost_the_wait_once(takes, program, monkeypatch):
+    monkeypatch.setattr(guest, "_HANG_UP", 0.5)
+    waits = []
+    settled = guest.Channel.hang_up
+    monkeypatch.setattr(guest.Channel, "hang_up", lambda self, until=0.0: (waits.append(until), settled(self, until)))
+    for pid in range(1, 4):
+        program(pid)
+    takes.take()
+    assert len(waits) >= 3 and len(set(waits[:3])) == 1 and waits[0] > 0
+
+
+class Searched(bytearray):
+    """Counts the bytes that are looked at."""
+
+    searched = 0
+
+    def find(self, what, start=0):
+        self.searched += len(self) - start
+        return super().find(what, start)
+
+
 def test_descriptors_that_a_program_sends_are_not_taken(takes, box):
     listening = socket.socket(socket.AF_UNIX)
     folder = os.open(box.sockets, os.O_PATH)
@@ -511,6 +562,17 @@ def test_at_most_so_many_sockets_are_looked_at(box):
     assert guest.listeners(str(box.root)) == []
 
 
+def test_a_process_has_one_socket(box, program):
+    """Whatever its number may be written like: who is kept by its number would keep the last one alone."""
+    one = program(7)
+    for name in ("07.sock", "0000000007.sock"):
+        os.link(box.sockets / "7.sock", box.sockets / name)
+    found = guest.listeners(str(box.root))
+    assert [each.pid for each in found] == [7]
+    for each in [*found, one]:
+        each.close()
+
+
 def test_a_root_that_is_gone_has_no_programs(tmp_path):
     assert guest.listeners(str(tmp_path / "gone")) == []
 
@@ -553,6 +615,27 @@ def test_a_restore_says_why_a_program_cannot_have_its_weights(takes, program, bo
     with pytest.raises(ShimError, match=words):
         back.bring_back(os.getpid(), lambda: None)
     back.close()
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        '"container": 1, "level": 2, "message": 3',
+        '"total": 1%s' % ("0" * 400),
+        ", ".join(f'"name{number}": 1' for number in range(5000)),
+        '"a b=c": 1',
+    ],
+)
+def test_odd_times_of_a_program_are_no_failure(takes, program, box, monkeypatch, seconds):
+    program(back=b'{"back": 1, "seconds": {%s, "good": 1.5}}\n' % seconds.encode())
+    record = takes.take(exits=True)
+    monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
+    back = restoring(takes, record)
+    back.bring_back(os.getpid(), lambda: None)
+    back.close()
+    level, message, fields = takes.logged[-1]
+    assert (level, message, fields["container"]) == ("info", "weights are back", "again")
+    assert len(fields) <= 33 and "a b=c" not in fields
 
 
 def test_a_restore_whose_program_is_not_there_fails(takes, program, tmp_path):
