@@ -88,11 +88,12 @@ def hold() -> bool:
             index: dict[str, Entry] = marshal.loads(os.pread(fd, length, _HEAD))
             if _fits(library, index) or os.path.exists(f"{library}/{CHANGING}"):
                 archive = Archive(fd, library, index, _HEAD + length)
-                sys.meta_path.insert(0, archive)
-                archive.exec_module(sys.modules["shim"])  # this very package, which may be the next version's already
-                return True
-    except (OSError, ValueError, EOFError, TypeError):
-        pass  # a damaged one, or a library that is being replaced at this moment: as if there were none
+                if os.fstat(fd).st_size == archive.code + sum(entry[-1] for entry in index.values()):
+                    archive.exec_module(sys.modules["shim"])  # this very package, which may be the next version's
+                    sys.meta_path.insert(0, archive)
+                    return True
+    except Exception:
+        pass  # one that is damaged in whatever way, or a library that is being replaced now: as if there were none
     os.close(fd)
     return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import shutil
 import subprocess
@@ -98,6 +99,37 @@ def test_one_that_was_cut_off_is_as_none(installed, kept):
     archive = library.path_in(str(installed))
     os.truncate(archive, kept)
     assert says(installed, "import shim.take; print(shim.take.__spec__.loader.path[-7:])") == ["False", "take.py"]
+
+
+@pytest.mark.parametrize("lost", [1, 50_000])
+def test_one_that_lacks_its_end_is_as_none(installed, lost):
+    """The index is whole then, and only a module that is imported days later would not be."""
+    archive = library.path_in(str(installed))
+    os.truncate(archive, os.stat(archive).st_size - lost)
+    assert says(installed, HELD) == ["False", "SourceFileLoader"]
+
+
+@pytest.mark.parametrize("index", [(), {"shim": 5}, {"shim": ("shim/__init__.py", True, 0, "", 0, -1)}])
+def test_one_whose_index_is_none_is_as_none(installed, index):
+    with open(library.path_in(str(installed)), "r+b") as file:
+        head = file.read(len(library.MAGIC) + 16).partition(library.MAGIC)[2][:4]
+        packed = marshal.dumps(index)
+        file.truncate(0)
+        file.seek(0)
+        file.write(library.MAGIC + head + len(packed).to_bytes(4, "little") + packed)
+    assert says(installed, HELD) == ["False", "SourceFileLoader"]
+
+
+def test_one_whose_code_is_damaged_is_as_none(installed):
+    archive = library.path_in(str(installed))
+    size = os.stat(archive).st_size
+    with open(archive, "r+b") as file:
+        file.seek(len(library.MAGIC))
+        length = int.from_bytes(file.read(8)[4:], "little")
+        start = len(library.MAGIC) + 8 + length
+        file.seek(start)
+        file.write(b"\xff" * (size - start))
+    assert says(installed, HELD) == ["False", "SourceFileLoader"]
 
 
 def test_one_of_another_python_is_as_none(installed):
