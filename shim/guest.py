@@ -48,7 +48,7 @@ OUT, INSIDE, NONE = "out", "inside", "none"
 LINE_LIMIT = 16 << 20
 _MOST_LISTENERS, _MOST_PACKS = 256, 250
 _MOST_CHUNKS = 1 << 18  # of all programs of a container, which is what a line holds for one of them
-_MOST_TIMES = 30
+_MOST_TIMES, _MOST_NOTES = 30, 30
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 30
 _HANG_UP = 5.0  # seconds for a program to close its end of a connection
 _LOOK = 5.0  # seconds for a look into the container
@@ -532,7 +532,7 @@ class Taking:
             process.channel.send({"release": True}, until)
         for process in self._processes:
             answer = process.channel.expect("released", until)
-            for note in answer["notes"] if isinstance(answer.get("notes"), list) else ():
+            for note in answer["notes"][:_MOST_NOTES] if isinstance(answer.get("notes"), list) else ():
                 self._log("info", "of a program", container=self._tree.id, process=process.pid, note=plain(note))
         hang_up([process.channel for process in self._processes])
 

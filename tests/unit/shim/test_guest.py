@@ -151,6 +151,12 @@ def test_what_a_program_notes_cannot_change_a_terminal(takes, program):
     assert notes == ["trimmed [31m"]
 
 
+def test_a_program_that_notes_without_end_fills_no_log(takes, program):
+    program(release=json.dumps({"released": 1, "notes": ["x"] * 1000}).encode() + b"\n")
+    takes.take()
+    assert 1 <= sum(message == "of a program" for _, message, _ in takes.logged) <= 30
+
+
 def test_a_container_that_is_parked_in_its_take_has_its_weights_back_once_it_goes_on(takes, box, program):
     """Its GPU had no room for its state any more: it is frozen, and takes nothing."""
     one = program()
