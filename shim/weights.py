@@ -321,6 +321,8 @@ class Store:
             try:
                 if os.fstat(fd).st_size != draft.size:
                     raise ShimError(f"the program has changed the size of the file of {draft.pack.name!r}")
+                os.fchown(fd, os.geteuid(), os.getegid())  # the program could change these too
+                os.fchmod(fd, 0o600)
                 wrong = wrong_chunk(fd, draft.pack)
             finally:
                 os.close(fd)

@@ -428,6 +428,19 @@ def test_a_file_whose_size_a_program_changes_is_not_taken(takes, program):
     assert "has changed the size" in inside(takes)
 
 
+def test_a_file_whose_owner_and_mode_a_program_changes_is_roots_alone_again(takes, program):
+    def give_away(fds):
+        for fd in fds:
+            os.fchmod(fd, 0o666)
+            os.fchown(fd, 1000, 1000)
+            os.close(fd)
+
+    program(write=give_away)
+    assert takes.take()["outcome"] == "out"
+    status = os.stat(takes.store.path(hex_of(MODEL)))
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (0, 0, 0o600)
+
+
 def test_a_store_that_may_not_hold_as_much_leaves_the_weights_inside(takes, program):
     takes.config.weights_limit = 1 << 20
     program()
