@@ -386,6 +386,7 @@ class Taking:
         self._drafts: dict[str, weights.Draft] = {}
         self._new: set[str] = set()  # what this take has brought into the store
         self._referred: set[str] = set()
+        self._recorded: set[str] = set()  # what the snapshot needs of that
         self._synced: _Background | None = None
         self._failure: ShimError | None = None  # a program that could not have its weights back
         self.outcome = INSIDE
@@ -525,6 +526,7 @@ class Taking:
             store.settle(self._mount, self._drafts.values(), self._new)
             self._close_drafts()
             self._synced = _Background(lambda: store.sync(self._new))
+        self._refer(set(wanted))  # while a store that takes no reference costs nothing
 
     def _release(self, until: float) -> None:
         for process in self._processes:
@@ -585,7 +587,8 @@ class Taking:
                 # One that ended before the dump is not in it, or as a zombie, without memory.
                 if os.path.lexists(f"{self._directory}/mm-{process.pid}.img"):
                     processes.append(process)
-            self._refer({pack.digest for process in processes for pack in process.packs})
+            self._recorded = {pack.digest for process in processes for pack in process.packs}
+            self._refer(self._recorded)
         return {
             "outcome": self.outcome,
             "reason": self.reason,
@@ -629,7 +632,7 @@ class Taking:
         if self._store is None:
             return
         try:
-            for digest in () if there else self._referred:
+            for digest in self._referred - (self._recorded if there else set()):
                 self._store.drop(digest, self._reference)
             for digest in self._new:
                 self._store.remove(digest)  # which leaves what a snapshot refers to

@@ -447,6 +447,21 @@ def test_a_store_that_may_not_hold_as_much_leaves_the_weights_inside(takes, prog
     assert "raise [weights] limit" in inside(takes)
 
 
+def test_a_store_that_takes_no_reference_leaves_the_weights_inside(takes, program):
+    one = program()
+    with open(f"{takes.store.directory}/refs/{hex_of(MODEL)}", "w"):
+        pass  # as good as a file system that is read-only or has no inode left
+    record = takes.take()
+    assert (record["outcome"], "refs" in record["reason"]) == ("inside", True)
+    assert "release" not in one.steps
+
+
+def test_what_is_inside_after_all_is_referred_to_by_nothing(takes, program):
+    program(release=b'{"error": "no"}\n')
+    inside(takes)
+    assert takes.store.references(hex_of(MODEL)) == {}
+
+
 def test_a_store_that_others_can_read_leaves_the_weights_inside(takes, program):
     os.makedirs(takes.config.weights_directory)
     os.chmod(takes.config.weights_directory, 0o755)
