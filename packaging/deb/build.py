@@ -42,8 +42,9 @@ if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
     systemctl --quiet disable --now fermata-differ.socket fermata-differ.service 2>/dev/null || :
 fi
 if [ "$1" = remove ] && grep -rqs /run/fermata-differ/differ.sock /etc/containerd; then
-    echo "fermata: containerd's configuration still names fermata-differ, which is gone now: until its file is removed" \\
-        "from /etc/containerd/conf.d and containerd restarted, no diff is made and images may not be unpacked" >&2
+    echo "fermata: containerd's configuration still names fermata-differ, which is gone now: until its file is" \\
+        "removed from /etc/containerd/conf.d and containerd restarted, no diff is made and images may not be" \\
+        "unpacked" >&2
 fi
 if [ "$1" = upgrade ]; then
     # Containers go on being started meanwhile: from the library's one file, until there is that of the new version.
