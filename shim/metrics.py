@@ -251,7 +251,10 @@ def _read(path: str) -> Page | None:
             return None
         raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise OSError(f"{path} is a device, which a file would take the place of: leave [metrics] textfile empty")
+        if not stat.S_ISREG(mode):
             raise ValueError(f"{path} is no regular file")
         data = os.read(fd, _LIMIT)
     finally:

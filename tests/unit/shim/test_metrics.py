@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 
@@ -285,3 +286,13 @@ def test_the_file_stays_small_with_every_cause_that_there_is(path, lock):
     for operation in ("take", "restore"):
         add(path, [(f"fermata_{operation}_failures_total", {"cause": each.name}, 1) for each in CAUSES], lock=lock)
     assert os.path.getsize(path) < metrics._LIMIT / 32
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to make a device takes root")
+def test_a_device_is_left_alone(tmp_path):
+    """Somebody who wants no metrics may write /dev/null into the configuration."""
+    path = str(tmp_path / "null")
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    with pytest.raises(OSError, match="is a device"):
+        metrics.add(path, [], lock=str(tmp_path / "lock"))
+    assert stat.S_ISCHR(os.stat(path).st_mode)
