@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
+
+from shim import grpcio
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -87,11 +88,13 @@ def check(
             "images, which it does not do",
             f'put platform = "unknown/unknown" under [proxy_plugins.{name}], and systemctl restart containerd',
         )
-    if importlib.util.find_spec("grpc") is None:
+    try:
+        grpcio.load()
+    except ImportError as error:
         return Finding(
             "warning",
-            f"what answers on {address} has no gRPC for Python, and leaves every diff to walking",
-            "install python3-grpcio, and systemctl restart fermata-differ",
+            f"what answers on {address} has no gRPC for Python that works, and leaves every diff to walking ({error})",
+            "install python3-grpcio (on Ubuntu 22.04 by pip), and systemctl restart fermata-differ",
         )
     if not (quick or _isal)():
         return Finding(

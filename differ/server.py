@@ -21,6 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from shim import grpcio
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, lambda *_: asked.set())
     _check_directory(os.path.dirname(listener.getsockname()))
     try:
-        import grpc  # noqa: F401
+        grpcio.load()
     except ImportError as missing:
         print(
             f"fermata-differ needs gRPC for Python and leaves everything to containerd's own differ until it is there: "

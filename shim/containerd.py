@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from shim import grpcio
 from shim.errors import (
     ALREADY_EXISTS,
     FAILED_PRECONDITION,
@@ -215,11 +216,13 @@ class Client:
     def __init__(self, address: str, namespace: str) -> None:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its log lines would stand among the command's own words
         try:
-            import grpc
+            grpc = grpcio.load()
         except ImportError as error:
             raise ShimError(
                 "this command speaks to containerd with the Python library grpcio, which is not installed: install the "
-                "package python3-grpcio, or `pip install fermata[cli]`; `ctr` and nerdctl work without it",
+                "package python3-grpcio, or `pip install fermata[cli]`; `ctr` and nerdctl work without it"
+                if isinstance(error, ModuleNotFoundError)
+                else f"this command cannot speak to containerd: {error}",
                 FAILED_PRECONDITION,
             ) from error
         self.namespace = namespace

@@ -621,14 +621,20 @@ def _running_shims(proc: str = "/proc") -> Iterator[Line]:
 
 
 def _library() -> Iterator[Line]:
-    import importlib.util
+    from shim import grpcio
 
-    if importlib.util.find_spec("grpc") is not None:
-        yield Line("ok", "operator's command", "grpcio is installed")
+    try:
+        grpcio.load()
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        yield Line(
+            "warning",
+            "operator's command",
+            f"{'grpcio is not installed' if missing else error}: `fermata checkpoint`, `restore` and "
+            "`check --container` need it, nothing else does",
+            "install the package python3-grpcio, or pip install fermata[cli]"
+            if missing
+            else "pip install fermata[cli]",
+        )
         return
-    yield Line(
-        "warning",
-        "operator's command",
-        "grpcio is not installed: `fermata checkpoint`, `restore` and `check --container` need it, nothing else does",
-        "install the package python3-grpcio, or pip install fermata[cli]",
-    )
+    yield Line("ok", "operator's command", "grpcio is installed")
