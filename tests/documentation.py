@@ -132,6 +132,7 @@ NOT_RUN = {
     ("README.md", "make install"): "a node has what it installs",
     ("README.md", "make unit"): _SUITE,
     ("README.md", "make node"): _SUITE,
+    ("README.md", "make torture"): _LONG,
     ("README.md", "make bench"): _LONG,
     ("CONTRIBUTING.md", "make test"): _SUITE,
     ("CONTRIBUTING.md", "make unit"): _SUITE,

@@ -37,6 +37,11 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or anchor in anchors(path), target
 
 
+def test_no_command_of_a_page_that_is_run_is_a_whole_run_of_its_own():
+    run = [command.text for scenario in documentation.SCENARIOS for command in scenario.commands()]
+    assert [text for text in run if re.match(r"(\w+=\S+ )*make (?!deb\b|install\b)", text)] == []
+
+
 def test_the_operators_page_has_every_annotation_with_its_values():
     rows = dict(re.findall(r"^\| `(fermata/[a-z-]+)` \| (.*?) \|", (PROJECT / "docs/operator.md").read_text(), re.M))
     documented = {key: tuple(re.findall(r"`([^`]+)`", values)) for key, values in rows.items()}
