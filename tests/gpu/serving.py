@@ -138,12 +138,16 @@ def medians(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {key: round(statistics.median(row[key] for row in rows if key in row), 3) for key in keys}
 
 
-def cold(serving: Serving, trials: int) -> tuple[list[dict[str, Any]], list[int]]:
-    rows, tokens = [], []
+def cold(
+    serving: Serving, trials: int, annotations: dict[str, str] | None = None
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Cold starts; the last one is left running, after its second answer."""
+    rows: list[dict[str, Any]] = []
+    tokens: list[int] = []
     for turn in range(trials):
         name = f"cold-{turn}"
         began = time.monotonic()
-        serving.start(name)
+        serving.start(name, annotations)
         answer = serving.answer(name)
         total = time.monotonic() - began
         assert not tokens or answer["tokens"] == tokens, "another cold start gave other tokens"

@@ -44,31 +44,6 @@ class Apart(Serving):
         return super().start(name, annotations, command or self.command)
 
 
-def cold(apart: Apart, trials: int, annotations: dict[str, str]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Cold starts; the last one is left running, after its second answer."""
-    rows: list[dict[str, Any]] = []
-    tokens: list[int] = []
-    for turn in range(trials):
-        began = time.monotonic()
-        apart.start(f"cold-{turn}", annotations)
-        answer = apart.answer(f"cold-{turn}")
-        total = time.monotonic() - began
-        assert not tokens or answer["tokens"] == tokens, "another cold start gave other tokens"
-        tokens = answer["tokens"]
-        again = apart.answer(f"cold-{turn}")
-        rows.append(
-            {
-                "total_s": total,
-                "weights_s": answer["loaded_s"],
-                "first_answer_s": answer["seconds"],
-                "warm_answer_s": again["seconds"],
-            }
-        )
-        if turn < trials - 1:
-            apart.machine.remove(f"cold-{turn}")
-    return rows, tokens
-
-
 def taken_apart(apart: Apart, name: str, inside: str, outside: Path) -> dict[str, Any]:
     """Take a snapshot that ends the container, and see that the weights are not in it."""
     found = take(apart, name, inside, outside)
@@ -119,7 +94,7 @@ def language_model(machine: Machine) -> dict[str, Any]:
     found: dict[str, Any] = {"layers": LAYERS, "weights_bytes": apart.weights, "made_s": apart.made_s}
     wanted = os.environ.get("FERMATA_PARTS", "cold out huge disk inside").split()
     try:
-        rows, tokens = cold(apart, TRIALS if "cold" in wanted else 1, GUEST)
+        rows, tokens = servings.cold(apart, TRIALS if "cold" in wanted else 1, GUEST)
         found["cold"] = {"trials": rows, "medians": medians(rows)}
         found["tokens"] = tokens
         last = f"cold-{len(rows) - 1}"
@@ -204,7 +179,7 @@ def several_models(machine: Machine) -> dict[str, Any]:
     apart = Apart(machine, [SERVER, "several", str(layers)])
     found: dict[str, Any] = {"layers": layers}
     try:
-        rows, tokens = cold(apart, 1, GUEST)
+        rows, tokens = servings.cold(apart, 1, GUEST)
         found["cold"] = rows
         found["take"] = taken_apart(apart, "cold-0", "/fast/several", MEMORY / "several")
         machine.remove("cold-0")
