@@ -462,7 +462,7 @@ def run(args: argparse.Namespace) -> int:
         import json
 
         listing = [{"level": finding.level, "text": finding.text} for finding in found]
-        print(json.dumps({"directory": directory, "restorable": not problems, "findings": listing}, ensure_ascii=False))
+        print(json.dumps({"directory": directory, "restorable": not problems, "findings": listing}))
         return 1 if problems else 0
     for finding in found:
         print(f"{finding.level}: {finding.text}")

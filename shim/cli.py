@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 
@@ -75,6 +76,9 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     """Run one command; the exit status."""
     command = next((word for word in words if not word.startswith("-")), None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names are bytes, and not every terminal can show them
     try:
         if command is not None and command not in COMMANDS:
             print(f"fermata: there is no command {command}; there are {', '.join(COMMANDS)}", file=sys.stderr)

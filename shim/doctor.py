@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         import json
 
         listing = [{"level": it.level, "name": it.name, "text": it.text, "fix": it.fix} for it in lines]
-        print(json.dumps({"healthy": not problems, "lines": listing, "fixed": fixed}, ensure_ascii=False))
+        print(json.dumps({"healthy": not problems, "lines": listing, "fixed": fixed}))
         return 1 if problems else 0
     for text in fixed:
         print(f"fixed    {text}")

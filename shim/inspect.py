@@ -75,7 +75,7 @@ def inspect(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2))
     else:
         print("\n".join(_page(found, all_files=args.files)))
     return 0
@@ -285,7 +285,7 @@ def ls(args: argparse.Namespace) -> int:
     if args.json:
         import json
 
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(found))
         return 0
     for snapshot in found:
         container = snapshot["container"]

@@ -230,7 +230,7 @@ def _brief(manifest: Manifest) -> dict[str, Any]:
 def _print_json(value: object) -> None:
     import json
 
-    print(json.dumps(value, ensure_ascii=False))
+    print(json.dumps(value))
 
 
 # restore ----------------------------------------------------------------------------------------------------------

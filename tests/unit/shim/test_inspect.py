@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -118,6 +121,23 @@ def test_ls_has_the_newest_last_and_says_what_did_not_finish(tmp_path, capsys):
 def test_rm_removes_a_snapshot(snapshot, capsys):
     assert run("rm", snapshot) == 0
     assert not snapshot.exists()
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "caf\u00e9".encode()], ids=["not UTF-8", "UTF-8"])
+@pytest.mark.parametrize("words", [("ls", "--json"), ("ls",), ("inspect",), ("rm",)], ids=" ".join)
+def test_a_name_of_any_bytes_is_told_whatever_the_terminal_can_show(tmp_path, words, name):
+    there = tmp_path / "snapshots" / os.fsdecode(name)
+    there.parent.mkdir()
+    snapshots.make(there)
+    where = there.parent if words[0] == "ls" else there
+    code = "import sys; from shim.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)}
+    argv = [sys.executable, "-c", code, words[0], os.fsencode(where), *words[1:]]
+    done = subprocess.run(argv, capture_output=True, env=environment, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b""), done
+    if "--json" in words:
+        assert [os.fsencode(one["name"]) for one in json.loads(done.stdout)] == [name]
+    assert b"caf" in done.stdout
 
 
 @pytest.mark.parametrize("what", ["directory", "link", "no manifest", "itself a link"])
