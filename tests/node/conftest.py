@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from node import Node
 from node.containers import Events
 from node.leftovers import before, clear, go_back, leftovers
+from node.stack import PROJECT
 
 HERE = Path(__file__).parent
 # The fixtures whose nodes are there for many tests.
@@ -46,6 +51,25 @@ def node(running_node):
     running_node.start_containerd()
     clear(running_node)
     assert leftovers(running_node) == []
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The .deb of this tree."""
+    out = tmp_path_factory.mktemp("deb")
+    argv = [sys.executable, str(PROJECT / "packaging/deb/build.py"), str(out)]
+    made = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+    return Path(made)
+
+
+@pytest.fixture
+def bare(stack_name):
+    """A node without fermata."""
+    if os.geteuid() != 0:
+        pytest.skip("a node needs root")
+    with Node.up(stack_name=stack_name, install=False) as node:
+        node.import_image()
+        yield node
 
 
 @pytest.fixture

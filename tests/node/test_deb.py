@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from node import Node
 from node.containers import IMAGE, OURS, pid, remove, start, status
-from node.stack import PROJECT
 
 # What dpkg, containerd and Python themselves write. /usr/local is another installation's.
 NOT_OURS = (
@@ -23,24 +18,6 @@ NOT_OURS = (
     "etc/containerd/",
     "etc/cni/",
 )
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    out = tmp_path_factory.mktemp("deb")
-    argv = [sys.executable, str(PROJECT / "packaging/deb/build.py"), str(out)]
-    made = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-    return Path(made)
-
-
-@pytest.fixture
-def bare(stack_name):
-    """A node without fermata."""
-    if os.geteuid() != 0:
-        pytest.skip("a node needs root")
-    with Node.up(stack_name=stack_name, install=False) as node:
-        node.import_image()
-        yield node
 
 
 def files(node):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from node import stack
 from node.errors import NodeError
 from node.scratch import Scratch
-from node.stack import PROJECT, Recipe
+from node.stack import Recipe
 from shim import RUNTIME, __version__
 from tests import distributions
 
@@ -66,14 +65,6 @@ for service in task.SERVICES:  # the stock shim knows one of them
         print(os.path.basename(path)[:2], service)
 stock.end_unused(path)
 """
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    out = tmp_path_factory.mktemp("deb")
-    argv = [sys.executable, str(PROJECT / "packaging/deb/build.py"), str(out)]
-    made = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout.strip()
-    return Path(made)
 
 
 @pytest.fixture(params=PYTHON)

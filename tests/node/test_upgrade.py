@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from node import Node
 from node.containers import IMAGE, OURS, pid, remove, start, status, wait_for
 from node.shims import Shim, daemons
 from node.stack import PROJECT
@@ -161,16 +159,6 @@ def test_containers_are_started_while_a_library_takes_anothers_place(node):
         node.install()
     assert status_ in (0, 1)  # 1: its source went in the middle of a copy
     assert daemons(node) == []
-
-
-@pytest.fixture
-def bare(stack_name):
-    """A node without fermata."""
-    if os.geteuid() != 0:
-        pytest.skip("a node needs root")
-    with Node.up(stack_name=stack_name, install=False) as node:
-        node.import_image()
-        yield node
 
 
 def package(node, tree, out):
