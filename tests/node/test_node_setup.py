@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -23,13 +20,6 @@ RUNC = """
     SystemdCgroup = true
 """
 NEW, OLD = "io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri"
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    out = tmp_path_factory.mktemp("deb")
-    argv = [sys.executable, str(PROJECT / "packaging/deb/build.py"), str(out)]
-    return Path(subprocess.run(argv, check=True, capture_output=True, text=True, timeout=120).stdout.strip())
 
 
 def prepared(name, package, top):
