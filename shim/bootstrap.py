@@ -140,7 +140,8 @@ def _start(arguments: Arguments) -> int:
     try:
         # While the stock shim starts, which takes it longer than all these imports: what this needs, and what the
         # daemon does.
-        import ctypes  # noqa: F401
+        import _ctypes  # noqa: F401 (libc's)
+        import _json  # noqa: F401 (fastjson's)
 
         from shim import cleanup, client, config, log, netns, runc, snapshot, state, stock  # noqa: F401
 
@@ -266,7 +267,7 @@ def _daemon(listener: _socket.socket, stock_path: str, our_path: str, settings: 
 
             account.count(settings.metrics_textfile, [], log)
         shim = SnapshotShim(stock_path, settings, log, namespace, our_path)
-        gc.collect()
+        # What stays is not looked at again. Collecting it now would copy the memory that is shared with `start`.
         gc.freeze()
         shim.serve(listener)
         status = 0

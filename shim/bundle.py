@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 
-from shim import specedits
+from shim import fastjson, specedits
 from shim.errors import INVALID_ARGUMENT, ShimError
 
 TYPE_CHECKING = False
@@ -43,10 +42,10 @@ class Bundle:
         self._file = f"{path}/config.json"
         try:
             with open(self._file, "rb") as file:
-                self.spec: dict[str, Any] = json.load(file)
+                self.spec: dict[str, Any] = fastjson.loads(file.read())
         except (OSError, ValueError) as error:
             raise ShimError(f"cannot read {self._file}: {error}", INVALID_ARGUMENT) from error
-        self.original = json.dumps(self.spec)
+        self.original = fastjson.dumps(self.spec)
         self.named: set[str] = set()  # annotations that a pod has for this one of its containers: see `settle`
 
     @property
@@ -138,12 +137,13 @@ class Bundle:
 
     def write(self) -> None:
         """Write config.json back, by rename, when it was changed."""
-        if json.dumps(self.spec) == self.original:
+        text = fastjson.dumps(self.spec)
+        if text == self.original:
             return
         mode = os.stat(self._file).st_mode & 0o777
         fd = os.open(f"{self._file}.fermata", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         with open(fd, "w", encoding="utf-8") as file:
-            json.dump(self.spec, file)
+            file.write(text)
         os.rename(f"{self._file}.fermata", self._file)
 
 

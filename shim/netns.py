@@ -10,7 +10,7 @@ The names stand under /run/netns, in the way that iproute2 keeps them (ip-netns(
 hold a `+`, so a name belongs to one container only, however hyphens are spread over namespace and id.
 
 This runs at every container's start. pyroute2 does the same, but its import alone takes 130 ms, and it forks a process
-for the namespace; ctypes takes 4 ms, the namespace less than 1 ms.
+for the namespace; what is here takes 1 ms to import (shim/libc.py), and the namespace takes less.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import fcntl
 import os
 import sys
 
+from shim import libc
 from shim.errors import FAILED_PRECONDITION, INTERNAL, INVALID_ARGUMENT, ShimError
 
 TYPE_CHECKING = False
@@ -201,10 +202,10 @@ def _is_ours(name: str) -> bool:
 
 def _create_here(path: str, failures: list[BaseException], done: _thread.LockType) -> None:
     try:
-        _call("unshare", CLONE_NEWNET)
+        libc.call("unshare", CLONE_NEWNET)
         raise_loopback()
         # thread-self: /proc/self is the main thread, which has stayed where it was
-        _call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), b"none", MS_BIND, None)
+        libc.call("mount", b"/proc/thread-self/ns/net", os.fsencode(path), b"none", MS_BIND, None)
     except BaseException as failure:
         failures.append(failure)
     finally:
@@ -234,19 +235,19 @@ def _share_directory() -> None:
         fcntl.flock(directory, fcntl.LOCK_EX)  # iproute2 takes the same lock for the same purpose
         target = DIRECTORY.encode()
         try:
-            _call("mount", b"none", target, b"none", MS_SHARED | MS_REC, None)
+            libc.call("mount", b"none", target, b"none", MS_SHARED | MS_REC, None)
         except OSError as cause:
             if cause.errno != errno.EINVAL:  # EINVAL: not a mount point yet
                 raise
-            _call("mount", target, target, b"none", MS_BIND | MS_REC, None)
-            _call("mount", b"none", target, b"none", MS_SHARED | MS_REC, None)
+            libc.call("mount", target, target, b"none", MS_BIND | MS_REC, None)
+            libc.call("mount", b"none", target, b"none", MS_SHARED | MS_REC, None)
     finally:
         os.close(directory)
 
 
 def detach(path: str) -> None:
     """Unmount what is mounted last at `path`, at once, whoever uses it. Raises OSError."""
-    _call("umount2", os.fsencode(path), MNT_DETACH | UMOUNT_NOFOLLOW)
+    libc.call("umount2", os.fsencode(path), MNT_DETACH | UMOUNT_NOFOLLOW)
 
 
 def _unmount(path: str) -> None:
@@ -257,17 +258,6 @@ def _unmount(path: str) -> None:
             if cause.errno == errno.EINVAL:  # not a mount point: half made, or done
                 return
             raise
-
-
-def _call(function: str, *arguments: int | bytes | None) -> None:
-    """Call a function of the C library that returns 0 or sets errno."""
-    import ctypes  # 4 ms, which a container that keeps its network need not pay
-
-    words = (ctypes.c_ulong(word) if isinstance(word, int) else ctypes.c_char_p(word) for word in arguments)
-    if getattr(ctypes.CDLL(None, use_errno=True), function)(*words) != 0:
-        number = ctypes.get_errno()
-        paths = [os.fsdecode(word) for word in arguments if isinstance(word, bytes) and word != b"none"]
-        raise OSError(number, f"{function}: {os.strerror(number)}", *paths[-1:])
 
 
 def inside(path: str, work: Callable[[], T]) -> T:
@@ -285,7 +275,7 @@ def inside(path: str, work: Callable[[], T]) -> T:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                _call("setns", handle, CLONE_NEWNET)
+                libc.call("setns", handle, CLONE_NEWNET)
             finally:
                 os.close(handle)
             results.append(work())
