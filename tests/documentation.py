@@ -175,6 +175,10 @@ NOT_RUN = {
     ("docs/kubernetes.md", "systemctl restart containerd"): _SYSTEMD,
     ("docs/kubernetes.md", "kubectl label node NODE fermata/node=yes"): _CLUSTER,
     ("docs/kubernetes.md", "kubectl apply -f packaging/kubernetes/runtimeclass.yaml"): _CLUSTER,
+    (
+        "docs/kubernetes.md",
+        "kubectl create --raw /api/v1/nodes/NODE/proxy/checkpoint/NAMESPACE/POD/CONTAINER -f /dev/null",
+    ): _CLUSTER,
     ("docs/kubernetes.md", "kubectl apply -f packaging/kubernetes/daemonset.yaml"): _CLUSTER,
     (
         "docs/kubernetes.md",
