@@ -23,6 +23,7 @@ from moving import used
 from serving import LAYERS, MEMORY, SERVER, TRIALS, Serving, medians, save, take
 
 GUEST = {"fermata/guest": "on"}
+MODELS = "/tests/models.py"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -191,7 +192,47 @@ def several_models(machine: Machine) -> dict[str, Any]:
     return found
 
 
+def other_programs(machine: Machine) -> dict[str, Any]:
+    """Networks of other kinds, with the same answer from weights that were out."""
+    found: dict[str, Any] = {}
+    for kind in ("images", "translation", "loops"):
+        apart = Apart(machine, [MODELS, kind])
+        try:
+            rows, tokens = servings.cold(apart, 1, GUEST)
+            take_out = taken_apart(apart, "cold-0", f"/fast/{kind}", MEMORY / kind)
+            machine.remove("cold-0")
+            restored = servings.restore(apart, f"/fast/{kind}", tokens, 2, kind)
+            found[kind] = {"cold": rows, "take": take_out, "restores": restored}
+        finally:
+            machine.remove("cold-0")
+            servings.clear()
+    return found
+
+
+def kept_inside(machine: Machine) -> dict[str, Any]:
+    """Programs that know their weights by address: these stay inside, the reason is told, and nothing else changes."""
+    found: dict[str, Any] = {}
+    for kind, reason in (("graph", "CUDA graph"), ("compiled", "torch.compile")):
+        apart = Apart(machine, [MODELS, kind])
+        try:
+            rows, tokens = servings.cold(apart, 1, GUEST)
+            machine.node.ctr("task", "checkpoint", "--image-path", "/fast/stays", "cold-0", timeout=400)
+            assert apart.answer("cold-0")["tokens"] == tokens, f"{kind}: another answer after a take"
+            taken = take(apart, "cold-0", f"/fast/{kind}", MEMORY / kind)
+            machine.remove("cold-0")
+            guest = manifest(MEMORY / kind)["guest"]
+            assert guest["outcome"] == "inside" and reason in guest["reason"], guest
+            restored = servings.restore(apart, f"/fast/{kind}", tokens, 2, kind)
+            found[kind] = {"cold": rows, "take": taken, "reason": guest["reason"], "restores": restored}
+        finally:
+            machine.remove("cold-0")
+            servings.clear()
+    return found
+
+
 CASES: dict[str, Callable[[Machine], dict[str, Any]]] = {
     "language_model": language_model,
     "several_models": several_models,
+    "other_programs": other_programs,
+    "kept_inside": kept_inside,
 }

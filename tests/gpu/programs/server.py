@@ -8,19 +8,13 @@ weights are kept out of its snapshots.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import answering
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
-
-fermata: Any = None
-with contextlib.suppress(ImportError):
-    import fermata
 
 PROMPT = [[(7919 * place) % 151936 for place in range(1, 17)]]
 
@@ -82,27 +76,9 @@ def answer(model: Any, prompt: torch.Tensor) -> list[int]:
 
 
 def serve(models: list[Any], loaded: float) -> None:
-    for number, model in enumerate(models):
-        if fermata:
-            fermata.exclude_from_snapshot(model, name=f"model-{number}")
+    answering.keep_out(models)
     prompt = torch.tensor(PROMPT, device="cuda")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            began = time.monotonic()
-            tokens = [token for model in models for token in answer(model, prompt)]
-            if fermata:
-                fermata.snapshot_ready()
-            body = json.dumps({"tokens": tokens, "seconds": time.monotonic() - began, "loaded_s": loaded}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    HTTPServer(("127.0.0.1", 8000), Handler).serve_forever()
+    answering.serve(lambda: [token for model in models for token in answer(model, prompt)], loaded)
 
 
 if __name__ == "__main__":
