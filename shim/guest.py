@@ -47,6 +47,7 @@ OUT, INSIDE, NONE = "out", "inside", "none"
 
 LINE_LIMIT = 16 << 20
 _MOST_LISTENERS, _MOST_PACKS = 256, 250
+_MOST_NAMES, _AT_ONCE = 4096, 64  # names of sockets, and how many of them are open at a time
 _MOST_CHUNKS = 1 << 18  # of all programs of a container, which is what a line holds for one of them
 _MOST_TIMES, _MOST_NOTES = 30, 30
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 20, 1 << 30
@@ -89,42 +90,72 @@ class Listener:
         os.close(self.fd)
 
 
-def listeners(root: str) -> list[Listener]:
-    """The sockets in /run/fermata below a container's root, such as /proc/<pid>/root; none where there are none.
+def sockets(root: str) -> list[int]:
+    """The pids for which there is a name in /run/fermata below a container's root, such as /proc/<pid>/root.
+
+    Many may be of processes that have ended: nobody has to remove them. Raises ShimError when that takes too long, a
+    container may have mounted a file system that does not answer, and for more names than anybody needs.
+    """
+    return _in_time(_LOOK, lambda: _names(root), "the container's /run/fermata does not answer")
+
+
+def listeners(root: str, pids: Iterable[int]) -> list[Listener]:
+    """The sockets in /run/fermata below a container's root that are there for these pids; for some of them none.
 
     Links in the container lead to what is in the container, and a link in the place of a socket nowhere. Raises
-    ShimError when that takes too long: a container may have mounted a file system that does not answer.
+    ShimError as `sockets` does.
     """
-    return _in_time(_LOOK, lambda: _look(root), "the container's /run/fermata does not answer")
+    return _in_time(_LOOK, lambda: _look(root, pids), "the container's /run/fermata does not answer")
 
 
-def _look(root: str) -> list[Listener]:
-    found: list[Listener] = []
+def _names(root: str) -> list[int]:
+    folder = _open_folder(root)
+    if folder is None:
+        return []
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                digits, _, suffix = entry.name.partition(".")
+                # One that begins with 0 is a second socket of a process, for who keeps them by its number.
+                number = digits.isascii() and digits.isdigit() and len(digits) <= 10 and digits[0] != "0"
+                if suffix == "sock" and number:
+                    found.append(int(digits))
+                if len(found) > _MOST_NAMES:
+                    raise ShimError(f"more than {_MOST_NAMES} sockets are in the container's {specedits.CHANNEL}")
+    finally:
+        os.close(folder)
+    return sorted(found)
+
+
+def _open_folder(root: str) -> int | None:
     try:
         top = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        return found  # it has ended
+        return None  # it has ended
     try:
-        folder = _open_below(top, specedits.CHANNEL.lstrip("/"))
+        return _open_below(top, specedits.CHANNEL.lstrip("/"))
     except OSError:
-        return found
+        return None
     finally:
         os.close(top)
+
+
+def _look(root: str, pids: Iterable[int]) -> list[Listener]:
+    found: list[Listener] = []
+    folder = _open_folder(root)
+    if folder is None:
+        return found
     try:
         device = os.fstat(folder).st_dev
-        for name in sorted(os.listdir(folder))[:_MOST_LISTENERS]:
-            digits, _, suffix = name.partition(".")
-            if suffix != "sock" or not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
-                continue
-            if digits[0] == "0":
-                continue  # a second socket of a process, for who keeps them by its number
+        for pid in pids:
             try:
-                fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+                fd = os.open(f"{pid}.sock", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # there is none, or no more
             status = os.fstat(fd)
             if stat.S_ISSOCK(status.st_mode) and status.st_dev == device:
-                found.append(Listener(int(digits), fd))
+                found.append(Listener(pid, fd))
             else:
                 os.close(fd)
     finally:
@@ -628,6 +659,7 @@ class Taking:
         if self._synced is not None:
             self._synced.finish()
         there = any(os.path.lexists(f"{self._directory}/{name}") for name in (manifests.NAME, manifests.STAGED))
+        held = self._held.digests
         self._held.close()
         if self._store is None:
             return
@@ -636,6 +668,8 @@ class Taking:
                 self._store.drop(digest, self._reference)
             for digest in self._new:
                 self._store.remove(digest)  # which leaves what a snapshot refers to
+            for digest in held:
+                self._store.let_go(digest)  # which leaves what is there, whoever knows of it
         except OSError as error:
             self._log("warning", "weights stay that no snapshot needs", container=self._tree.id, error=error)
 
@@ -680,7 +714,26 @@ class _Background:
 def connect_all(root: str, until: float) -> list[Channel]:
     """A connection to every program of a container that listens. Raises ShimError."""
     channels: list[Channel] = []
-    found = listeners(root)
+    pids = sockets(root)
+    try:
+        for at in range(0, len(pids), _AT_ONCE):
+            found = listeners(root, pids[at : at + _AT_ONCE])
+            try:
+                channels += _connect(root, found, until)
+            finally:
+                for listener in found:
+                    listener.close()
+            if len(channels) > _MOST_LISTENERS:
+                raise ShimError(f"more than {_MOST_LISTENERS} programs listen in the container's {specedits.CHANNEL}")
+    except BaseException:
+        for channel in channels:
+            channel.close()
+        raise
+    return channels
+
+
+def _connect(root: str, found: Sequence[Listener], until: float) -> list[Channel]:
+    channels: list[Channel] = []
     try:
         for listener in found:
             try:
@@ -691,9 +744,6 @@ def connect_all(root: str, until: float) -> list[Channel]:
         for channel in channels:
             channel.close()
         raise
-    finally:
-        for listener in found:
-            listener.close()
     return channels
 
 
@@ -740,7 +790,7 @@ class Returning:
         Raises ShimError, OSError.
         """
         self._until = time.monotonic() + self._limit
-        found = {listener.pid: listener for listener in listeners(root)}
+        found = {listener.pid: listener for listener in listeners(root, self._wanted)}
         try:
             for pid, digests in self._wanted.items():
                 try:

@@ -186,17 +186,40 @@ class Channel:
 
 def _bind(sock: socket.socket, folder: str, name: str) -> None:
     """Bind to a path of any length, in place of what an earlier process with this number left."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             os.unlink(name, dir_fd=descriptor)
         except FileNotFoundError:
             pass
+        _remove_dead(descriptor)
         # The path that is bound is the one that CRIU binds again: the plain one wherever it fits.
         path = f"{folder}/{name}"
         sock.bind(path if len(path) < 108 else f"/proc/self/fd/{descriptor}/{name}")
     finally:
         os.close(descriptor)
+
+
+def _remove_dead(folder: int) -> None:
+    """Remove the sockets of processes that have ended, which nobody else does: the tmpfs has 1024 inodes."""
+    if not os.path.exists("/proc/self/fd"):
+        return
+    for name in os.listdir(folder):
+        pid, _, suffix = name.partition(".")
+        # One that has been bound and does not listen yet refuses as well, but its process is there.
+        if suffix != "sock" or not pid.isdigit() or os.path.exists(f"/proc/{pid}"):
+            continue
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
+            attempt.setblocking(False)
+            try:
+                attempt.connect(f"/proc/self/fd/{folder}/{name}")
+            except ConnectionRefusedError:
+                try:
+                    os.unlink(name, dir_fd=folder)
+                except OSError:
+                    pass  # another user's, or gone
+            except OSError:
+                pass  # no socket, or of a process that is busy
 
 
 def _files_to_write(packs: Any, descriptors: list[int], count: int) -> list[File | None]:

@@ -537,3 +537,13 @@ def begin():
         assert process.ask("float(copy.deepcopy(model)(torch.ones(256)).double().sum())") == process.ask("answer()")
         loaded = "float(pickle.loads(pickle.dumps(model))(torch.ones(256)).double().sum())"
         assert process.ask(loaded) == process.ask("answer()")
+
+
+def test_the_sockets_of_processes_that_have_ended_are_removed(program, shim):
+    first = program(WEIGHTS)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{first.directory}/{dead.pid}.sock")
+    second = program(WEIGHTS)
+    assert {path.name for path in first.directory.iterdir()} == {f"{one.pid}.sock" for one in (first, second)}

@@ -565,7 +565,8 @@ def test_only_sockets_in_the_container_are_found(box, tmp_path, program):
     (box.sockets / "9.sock").write_text("no socket")
     (box.sockets / "notes").write_text("")
     (box.sockets / "x5.sock").write_text("")
-    found = guest.listeners(str(box.root))
+    assert guest.sockets(str(box.root)) == [7, 8, 9]
+    found = guest.listeners(str(box.root), range(10))
     assert [one.pid for one in found] == [7]
     for one in found:
         one.close()
@@ -580,35 +581,60 @@ def test_a_link_in_the_container_leads_to_what_is_in_the_container(tmp_path, lin
     root = tmp_path / "root"
     (root / link).parent.mkdir(parents=True, exist_ok=True)
     (root / link).symlink_to(outside if link.endswith("fermata") else outside.parent)
-    assert guest.listeners(str(root)) == []
+    assert guest.listeners(str(root), [9]) == []
     inner = root / str(outside).lstrip("/")
     inner.mkdir(parents=True)
     mine = Program(inner, 4, MODEL)
-    found = guest.listeners(str(root))
+    found = guest.listeners(str(root), [4])
     assert [one.pid for one in found] == [4]
     for one in [*found, mine, host]:
         one.close()
 
 
-def test_at_most_so_many_sockets_are_looked_at(box):
-    for number in range(300):
+def left_over(box, pids):
+    """The sockets of processes that have ended."""
+    for pid in pids:
+        one = socket.socket(socket.AF_UNIX)
+        directory = os.open(box.sockets, os.O_PATH)
+        one.bind(f"/proc/self/fd/{directory}/{pid}.sock")
+        os.close(directory)
+        one.close()
+
+
+def test_sockets_of_processes_that_have_ended_crowd_out_no_program(takes, box, program):
+    left_over(box, range(1000, 1300))
+    one = program(2000)
+    record = takes.take()
+    assert record["outcome"] == "out"
+    assert one.steps == ["prepare", "write", "release", "armed", "back"]
+
+
+def test_more_sockets_than_anybody_needs_are_not_looked_at(box):
+    for number in range(1, 4100):
         (box.sockets / f"{number}.sock").touch()
-    assert guest.listeners(str(box.root)) == []
+    with pytest.raises(ShimError, match="more than 4096 sockets are in the container's /run/fermata"):
+        guest.sockets(str(box.root))
+
+
+def test_more_programs_than_can_be_asked_are_told_of(box, monkeypatch, program):
+    monkeypatch.setattr(guest, "_MOST_LISTENERS", 2)
+    for pid in (1, 2, 3):
+        program(pid)
+    with pytest.raises(ShimError, match="more than 2 programs listen"):
+        guest.connect_all(str(box.root), time.monotonic() + 5)
 
 
 def test_a_process_has_one_socket(box, program):
     """Whatever its number may be written like: who is kept by its number would keep the last one alone."""
-    one = program(7)
+    program(7)
     for name in ("07.sock", "0000000007.sock"):
         os.link(box.sockets / "7.sock", box.sockets / name)
-    found = guest.listeners(str(box.root))
-    assert [each.pid for each in found] == [7]
-    for each in [*found, one]:
-        each.close()
+    assert guest.sockets(str(box.root)) == [7]
 
 
 def test_a_root_that_is_gone_has_no_programs(tmp_path):
-    assert guest.listeners(str(tmp_path / "gone")) == []
+    assert guest.sockets(str(tmp_path / "gone")) == []
+    assert guest.listeners(str(tmp_path / "gone"), [1]) == []
 
 
 # A restore ------------------------------------------------------------------------------------------------------------
@@ -623,7 +649,7 @@ def test_a_restore_gives_the_weights_to_each_program_after_the_gpu_state(takes, 
     record = takes.take(exits=True)
     one.steps.clear()
     back = restoring(takes, record)
-    monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
+    monkeypatch.setattr(guest, "listeners", lambda root, pids, found=guest.listeners: found(str(box.root), pids))
     back.bring_back(os.getpid(), lambda: one.steps.append("gpu"))
     assert sorted(one.steps[:2]) == ["armed", "gpu"] and one.steps[2:] == ["back"]
     assert (one.got, one.new) == (MODEL, True)
@@ -645,7 +671,7 @@ def test_a_restore_says_why_a_program_cannot_have_its_weights(takes, program, bo
     record = takes.take(exits=True)
     takes.config.weights_timeout = 1
     back = restoring(takes, record)
-    monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
+    monkeypatch.setattr(guest, "listeners", lambda root, pids, found=guest.listeners: found(str(box.root), pids))
     with pytest.raises(ShimError, match=words):
         back.bring_back(os.getpid(), lambda: None)
     back.close()
@@ -663,7 +689,7 @@ def test_a_restore_says_why_a_program_cannot_have_its_weights(takes, program, bo
 def test_odd_times_of_a_program_are_no_failure(takes, program, box, monkeypatch, seconds):
     program(back=b'{"back": 1, "seconds": {%s, "good": 1.5}}\n' % seconds.encode())
     record = takes.take(exits=True)
-    monkeypatch.setattr(guest, "listeners", lambda root, found=guest.listeners: found(str(box.root)))
+    monkeypatch.setattr(guest, "listeners", lambda root, pids, found=guest.listeners: found(str(box.root), pids))
     back = restoring(takes, record)
     back.bring_back(os.getpid(), lambda: None)
     back.close()
