@@ -7,6 +7,9 @@
 
 A hugetlbfs can hold neither links nor what is written; the references and locks of a store on one are in /run.
 
+A store that is mounted read-only serves restores: what is in it cannot be removed by this node, so nothing has to be
+held or referred to there.
+
 The bytes come from inside a container, and others find them by digest, so a container gets a file to write through a
 mount of its own that is nowhere in the file system tree. Once the program is done the mount is made read-only, which
 the kernel refuses while one writer or writable mapping is left (mount_setattr(2), Linux 5.12). From then on not even a
@@ -200,7 +203,8 @@ class Store:
             self.kind = _kind(status.st_dev)
             """The file system's type, as mountinfo has it: tmpfs, hugetlbfs, ext4 …"""
             self._records = self.directory if self.kind != "hugetlbfs" else _records_of(self.directory)
-            for path in (f"{self._records}/refs", f"{self._records}/locks"):
+            self.read_only = bool(os.statvfs(self.directory).f_flag & os.ST_RDONLY)
+            for path in () if self.read_only else (f"{self._records}/refs", f"{self._records}/locks"):
                 make_private(path)
         except OSError as error:
             raise ShimError(
@@ -251,7 +255,9 @@ class Store:
     def hold(self, held: Held, digest: str) -> None:
         """Keep a pack, which need not be there yet, from being removed. Raises OSError."""
         if digest not in held:
-            held.add(digest, self._locked(digest, fcntl.LOCK_SH))
+            # Where nothing can be removed the directory stands for a lock: it is open for as long as the pack is held.
+            how = os.O_RDONLY | os.O_CLOEXEC
+            held.add(digest, os.open(self.directory, how) if self.read_only else self._locked(digest, fcntl.LOCK_SH))
 
     def _locked(self, digest: str, how: int) -> int:
         path = f"{self._records}/locks/{digest}"
@@ -285,6 +291,12 @@ class Store:
 
     def make_room(self, size: int) -> None:
         """Raises ShimError unless so many bytes may and can be added."""
+        if self.read_only:
+            raise ShimError(
+                f"{self.directory} is mounted read-only, and the weights are not in it yet: mount it for writing, or "
+                "name another: [weights] directory",
+                FAILED_PRECONDITION,
+            )
         if self.limit and self.bytes() + size > self.limit:
             raise ShimError(
                 f"the weights have {size} bytes, and {self.directory} may hold {self.limit} and has {self.bytes()}: "
@@ -348,7 +360,12 @@ class Store:
     # References --------------------------------------------------------------------------------------------------
 
     def refer(self, digest: str, name: str, snapshot: str) -> None:
-        """Say that the snapshot in a directory needs a pack; `name` is `reference`'s. Raises OSError."""
+        """Say that the snapshot in a directory needs a pack; `name` is `reference`'s. Raises OSError.
+
+        Where nothing can be removed nothing is said either.
+        """
+        if self.read_only:
+            return
         folder = f"{self._records}/refs/{digest}"
         draft = f"{folder}/.{os.urandom(8).hex()}"
         for left in range(_ATTEMPTS, 0, -1):
@@ -366,6 +383,8 @@ class Store:
 
     def drop(self, digest: str, name: str) -> None:
         """Take a reference back. Idempotent. Raises OSError."""
+        if self.read_only:
+            return
         try:
             os.unlink(f"{self._records}/refs/{digest}/{name}")
             os.rmdir(f"{self._records}/refs/{digest}")
@@ -403,6 +422,7 @@ class Store:
         try:
             if self.references(digest):
                 return None
+            self._tidy(digest)
             size = self.size(digest) or 0
             _unlink(self.path(digest))
             _unlink(f"{self._records}/locks/{digest}")
@@ -410,11 +430,41 @@ class Store:
         finally:
             os.close(lock)
 
+    def let_go(self, digest: str) -> None:
+        """Remove the lock of a pack that never came to be, and of which nobody knows. Raises OSError."""
+        if self.read_only or self.size(digest) is not None:
+            return
+        try:
+            lock = self._locked(digest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        try:
+            if not os.path.lexists(self.path(digest)) and not self.references(digest):
+                self._tidy(digest)
+                _unlink(f"{self._records}/locks/{digest}")
+        finally:
+            os.close(lock)
+
+    def _tidy(self, digest: str) -> None:
+        """Remove references that were never given their name; with the pack's lock, so that nobody makes one."""
+        folder = f"{self._records}/refs/{digest}"
+        try:
+            for name in os.listdir(folder):
+                if name[0] == ".":
+                    _unlink(f"{folder}/{name}")
+            os.rmdir(folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
     # Pruning -----------------------------------------------------------------------------------------------------
 
     def prune(self, digest: str, *, packed: bool, dry_run: bool = False) -> Pruned:
         """Remove the references to a pack whose snapshot is gone, and the pack when none is left. Raises OSError."""
         size = self.size(digest) or 0
+        there = os.path.lexists(self.path(digest))
         try:
             lock = self._locked(digest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -426,18 +476,20 @@ class Store:
             if not dry_run:
                 for name in stale:
                     self.drop(digest, name)
+                self._tidy(digest)
             if not left:
                 if not dry_run:
                     _unlink(self.path(digest))
                 # Last: from then on others can hold what there is of it.
                 _unlink(f"{self._records}/locks/{digest}")
-            return Pruned(digest, size, "kept" if left else "removed", stale, left)
+            outcome = "kept" if left else "removed" if there or stale else "nothing"
+            return Pruned(digest, size, outcome, stale, left)
         finally:
             os.close(lock)
 
     def known(self) -> list[str]:
         """Every digest that there is something of: a pack, a reference or a lock."""
-        places = (os.listdir(f"{self._records}/{place}") for place in ("refs", "locks"))
+        places = (_names(f"{self._records}/{place}") for place in ("refs", "locks"))
         return sorted({*self.digests(), *(name for names in places for name in names if is_digest(name))})
 
     def stale(self, digest: str, *, packed: bool) -> dict[str, str]:
@@ -473,8 +525,9 @@ class Store:
 class Pruned:
     """What came of a pack when the store was pruned.
 
-    `outcome`: "removed", "kept" (a snapshot needs it) or "in use" (by a take or a restore). `stale`: the references
-    whose snapshot is gone, `left`: the others; both by name, with the snapshot's directory.
+    `outcome`: "removed", "kept" (a snapshot needs it), "in use" (by a take or a restore) or "nothing" (no more than the
+    lock of a take that failed was there, and is gone). `stale`: the references whose snapshot is gone, `left`: the
+    others; both by name, with the snapshot's directory.
     """
 
     __slots__ = ("digest", "left", "outcome", "size", "stale")
@@ -490,6 +543,13 @@ class Pruned:
     def packed(self) -> int:
         """For how many snapshots it is kept that containerd has packed."""
         return sum(name.startswith(_PACKED) for name in self.left)
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except FileNotFoundError:  # a read-only store need not have them
+        return []
 
 
 def _unlink(path: str) -> None:
@@ -638,17 +698,17 @@ def missing(record: object, config: Config) -> list[str]:
         wanted = digests_of(record)
         if not wanted:
             return []
-        store = Store(config.weights_directory)
+        directory = config.weights_directory
+        if unmounted(directory):  # and it is left as it is: what is made there would be hidden by the mount
+            return [_is_missing(f"{directory}/{digest}{_SUFFIX}", "is not there", directory) for digest in wanted]
+        store = Store(directory)
         sentences = []
         for digest, size in wanted.items():
             path = store.path(digest)
             here = store.size(digest)
             if here is None:
                 why = "is no file of root's alone" if os.path.lexists(path) else "is not there"
-                sentences.append(
-                    f"its weights sha256:{digest} are not on this node: {path} {why}; copy it from the node that the "
-                    "snapshot was taken on"
-                )
+                sentences.append(_is_missing(path, why))
             elif here < size:
                 sentences.append(
                     f"its weights sha256:{digest} are not whole on this node: {path} has {here} bytes and they have "
@@ -657,6 +717,31 @@ def missing(record: object, config: Config) -> list[str]:
         return sentences
     except ShimError as error:
         return [str(error)]
+
+
+def _is_missing(path: str, why: str, empty: str = "") -> str:
+    digest = os.path.basename(path).removesuffix(_SUFFIX)
+    sentence = (
+        f"its weights sha256:{digest} are not on this node: {path} {why}; copy it from the node that the snapshot was "
+        "taken on"
+    )
+    if not empty:
+        return sentence
+    return f"{sentence} ({empty} is empty and no mount point: if a file system with weights belongs there, mount it)"
+
+
+def unmounted(directory: str) -> bool:
+    """Whether a store's directory is empty and in its place no file system is mounted: perhaps one should be.
+
+    Directories that are empty count for nothing: a store makes them wherever it is looked for.
+    """
+    try:
+        for place in (directory, f"{directory}/refs", f"{directory}/locks"):
+            if any(name not in ("refs", "locks") for name in _names(place)):
+                return False
+        return not os.path.ismount(directory)
+    except OSError:
+        return False  # who uses it says what is wrong with it
 
 
 def hold(record: object, config: Config, snapshot: str) -> Held:
@@ -696,6 +781,8 @@ def forget(record: object, config: Config, snapshot: str) -> tuple[int, int]:
     if not wanted or not os.path.isdir(config.weights_directory):
         return 0, 0
     store = Store(config.weights_directory)
+    if store.read_only:
+        return 0, 0
     try:
         for digest in wanted:
             store.drop(digest, reference(snapshot, token))
@@ -742,7 +829,9 @@ def run(args: argparse.Namespace) -> int:
         store = Store(directory)
         try:
             for digest in store.known():
-                pruned.append(store.prune(digest, packed=args.packed, dry_run=args.dry_run))
+                found = store.prune(digest, packed=args.packed, dry_run=args.dry_run)
+                if found.outcome != "nothing":
+                    pruned.append(found)
             for path, bytes_ in store.drafts():
                 drafts.append((path, bytes_))
                 if not args.dry_run:

@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import json
 import os
+import subprocess
 import threading
 
 import pytest
@@ -336,6 +337,88 @@ def test_rm_takes_along_what_only_its_snapshot_needs(store, config, tmp_path, mo
     assert "1 of its weights are in use and stay: `fermata prune`" in capsys.readouterr().out
     held.close()
     assert outcome(store) == "removed"
+
+
+def test_what_failed_takes_leave_is_removed_without_a_word(store, config, monkeypatch, capsys):
+    """A lock, and a reference that was never given its name."""
+    monkeypatch.setattr("shim.config.load", lambda: config)
+    held = weights.Held()
+    store.hold(held, DIGEST)
+    held.close()
+    folder = f"{store.directory}/refs/{DIGEST}"
+    os.mkdir(folder)
+    os.symlink("/srv/x", f"{folder}/.0a")
+    assert weights.run(argparse.Namespace(dry_run=False, packed=False, json=False)) == 0
+    assert capsys.readouterr().out == f"{store.directory}: 0 B removed; 0 B in 0 files left\n"
+    assert store.known() == []
+
+
+def test_a_reference_that_was_never_named_goes_beside_those_that_were(store, tmp_path):
+    put(store)
+    snapshot(tmp_path, store, "a", DIGEST)
+    os.symlink("/srv/x", f"{store.directory}/refs/{DIGEST}/.0a")
+    assert outcome(store, dry_run=True) == "kept"
+    assert len(os.listdir(f"{store.directory}/refs/{DIGEST}")) == 2
+    assert outcome(store) == "kept"
+    assert len(os.listdir(f"{store.directory}/refs/{DIGEST}")) == 1
+
+
+def test_a_lock_goes_only_where_there_is_no_pack(store):
+    held = weights.Held()
+    store.hold(held, DIGEST)
+    store.let_go(DIGEST)
+    assert store.known() == [DIGEST]
+    held.close()
+    put(store)
+    store.let_go(DIGEST)
+    assert len(os.listdir(f"{store.directory}/locks")) == 1
+    os.unlink(store.path(DIGEST))
+    store.let_go(DIGEST)
+    assert store.known() == []
+
+
+def test_a_store_whose_file_system_is_not_mounted_is_told_of_and_left_empty(tmp_path):
+    config = Config()
+    config.weights_directory = str(tmp_path)
+    (sentence,) = weights.missing(record(DIGEST), config)
+    assert f"{tmp_path}/{DIGEST}.weights is not there; copy it from the node" in sentence
+    assert f"{tmp_path} is empty and no mount point: if a file system with weights belongs there, mount it" in sentence
+    assert os.listdir(tmp_path) == []
+    store = weights.Store(str(tmp_path))
+    put(store, b"other")
+    (sentence,) = weights.missing(record(DIGEST), config)
+    assert "mount" not in sentence
+
+
+@pytest.fixture
+def read_only(store, tmp_path):
+    """What is in the store, where nobody can write; with nothing but packs in it."""
+    if os.geteuid() != 0:
+        pytest.skip("to mount takes root")
+    put(store)
+    for name in ("refs", "locks"):
+        os.rmdir(f"{store.directory}/{name}")
+    path = str(tmp_path / "mounted")
+    os.mkdir(path, 0o700)
+    subprocess.run(["mount", "--bind", store.directory, path], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
+    made = Config()
+    made.weights_directory = path
+    yield made
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_store_that_is_mounted_read_only_serves_restores(read_only, tmp_path):
+    assert weights.missing(record(DIGEST), read_only) == []
+    held = weights.hold(record(DIGEST), read_only, str(tmp_path))
+    assert held.digests == [DIGEST]
+    held.close()
+    store = weights.Store(read_only.weights_directory)
+    assert store.has(pack())
+    with pytest.raises(ShimError, match="is mounted read-only, and the weights are not in it yet"):
+        store.make_room(1)
+    assert weights.forget(record(DIGEST), read_only, str(tmp_path)) == (0, 0)
+    assert os.listdir(store.directory) == [f"{DIGEST}.weights"]
 
 
 @pytest.mark.parametrize(("sizes", "text"), [([], "0 B in 0 files"), ([4096], "4.0 KiB in 1 file")])
