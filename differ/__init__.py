@@ -3,6 +3,8 @@
     mounts.py    which directory holds the difference between two sets of mounts, if one does
     messages.py  the messages of containerd's diff, content, lease and namespace services
     content.py   containerd's content store, from outside
+    blob.py      a layer on its way into it, by gRPC or by file
+    ingest.py    the file that containerd keeps an unfinished upload in
     service.py   the diff service
     server.py    the socket that containerd connects to, and the process around it
     decline.py   the answer to everything where Python has no gRPC

@@ -24,6 +24,8 @@ LEASE_SECONDS = 3600
 LEASE_LABEL = "fermata/differ"
 _ANSWER_SECONDS = 60
 """containerd answers these calls at once, or after its own restart."""
+_LET_GO = 10
+"""Seconds that containerd is given to let go of a reference, or to be there."""
 _UNACKNOWLEDGED = 2
 """Pieces on their way that containerd has not said it wrote: so much memory an upload takes beside the layer's own."""
 
@@ -87,16 +89,22 @@ class Store:
         )
 
     def upload(self, ref: str) -> Upload:
-        """Begin to write a blob under a reference. Raises grpc.RpcError, UNAVAILABLE if somebody else is writing it."""
+        """Begin to write a blob under a reference, or go on with it. Upload.opened() says what came of it."""
         return Upload(self._channel, ref, self.metadata)
 
     def abort(self, ref: str) -> None:
-        """Remove what was written under a reference and not committed."""
-        try:
-            self.call(CONTENT, "Abort", messages.AbortRequest(ref=ref), messages.Empty)
-        except grpc.RpcError as failure:
-            if failure.code() != grpc.StatusCode.NOT_FOUND:
-                raise
+        """Remove what was written under a reference and not committed. Raises grpc.RpcError."""
+        until = time.monotonic() + _LET_GO
+        while True:
+            try:
+                self.call(CONTENT, "Abort", messages.AbortRequest(ref=ref), messages.Empty)
+            except grpc.RpcError as failure:
+                if failure.code() == grpc.StatusCode.UNAVAILABLE and time.monotonic() < until:
+                    time.sleep(0.02)
+                    continue
+                if failure.code() != grpc.StatusCode.NOT_FOUND:
+                    raise
+            return
 
     def info(self, digest: str) -> messages.Info:
         found = self.call(CONTENT, "Info", messages.InfoRequest(digest=digest), messages.InfoResponse).info
@@ -140,7 +148,8 @@ class Store:
 
 
 class Upload:
-    """A blob under construction. Made by Store.upload; not shared by threads, but any thread may cancel()."""
+    """A blob under construction, by one Write call. Made by Store.upload; not shared by threads. `offset` is how many
+    bytes it has, from opened() on."""
 
     def __init__(self, channel: grpc.Channel, ref: str, metadata: Metadata) -> None:
         self.offset = 0
@@ -153,13 +162,15 @@ class Upload:
             response_deserializer=messages.WriteContentResponse.decode,
         )
         self._call = call(iter(self._requests.get, None), metadata=metadata, wait_for_ready=True)
-        try:
-            # What this answers is that nobody else holds the reference, and that the upload exists and can be aborted.
-            self._put(messages.WriteContentRequest(action=messages.STAT, ref=ref))
-            self._answer()
-        except BaseException:
-            self.cancel()
-            raise
+        # What this answers is that nobody else holds the reference, and that the upload exists and can be aborted.
+        self._put(messages.WriteContentRequest(action=messages.STAT, ref=ref))
+
+    def opened(self) -> str:
+        """Wait until the reference is ours. Returns the digest of what is there already, which containerd reads and
+        hashes first. Raises grpc.RpcError, UNAVAILABLE if somebody else is writing it."""
+        said = self._answer()
+        self.offset = said.offset
+        return said.digest
 
     def write(self, data: memoryview) -> None:
         """Append at most some MiB. Raises grpc.RpcError, about this piece or the ones before."""
@@ -178,8 +189,7 @@ class Upload:
 
     def commit(self, labels: dict[str, str]) -> None:
         """End the blob. Raises grpc.RpcError, ALREADY_EXISTS if the store has it."""
-        while self._unacknowledged:
-            self._answer()
+        self.settle()
         # The digest that is expected is not said: containerd would answer that the blob exists before it has put the
         # existing one under our lease.
         self._put(
@@ -194,10 +204,17 @@ class Upload:
         self._answer()
         self._requests.put(None)
 
-    def cancel(self) -> None:
-        """Break the upload off, from any thread. What was written stays until the reference is aborted."""
-        self._call.cancel()
-        self._requests.put(None)  # lets go of the thread that waits for requests
+    def settle(self) -> None:
+        """Wait until containerd has written all that it was sent. Raises grpc.RpcError."""
+        while self._unacknowledged:
+            self._answer()
+
+    def end(self) -> None:
+        """End the call and wait until containerd has let go of the reference. What was written stays, and another call
+        can go on with it. Raises grpc.RpcError."""
+        self._requests.put(None)
+        for _ in self._call:
+            pass
 
     def _put(self, request: messages.WriteContentRequest) -> None:
         self._put_bytes(request.encode())
@@ -207,7 +224,11 @@ class Upload:
         self._unacknowledged += 1
 
     def _answer(self) -> messages.WriteContentResponse:
-        said: messages.WriteContentResponse = next(self._call)
+        try:
+            said: messages.WriteContentResponse = next(self._call)
+        except BaseException:
+            self._requests.put(None)  # lets go of the thread that waits for requests
+            raise
         self._unacknowledged -= 1
         return said
 

@@ -1,6 +1,6 @@
 """The messages of containerd's services that the differ speaks, as far as it needs them.
 
-Field numbers: containerd's api/services/{diff,content,leases,namespaces,snapshots}/v1 and api/types.
+Field numbers: containerd's api/services/{diff,content,introspection,leases,namespaces,snapshots}/v1 and api/types.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from shim.wire import LENGTH, Message, varint
 
 DIFF = "containerd.services.diff.v1.Diff"
 CONTENT = "containerd.services.content.v1.Content"
+INTROSPECTION = "containerd.services.introspection.v1.Introspection"
 LEASES = "containerd.services.leases.v1.Leases"
 NAMESPACES = "containerd.services.namespaces.v1.Namespaces"
 SNAPSHOTS = "containerd.services.snapshots.v1.Snapshots"
@@ -228,6 +229,23 @@ class MountsRequest(Message):
 class MountsResponse(Message):
     mounts: list[Mount]
     FIELDS = {1: ("mounts", [Mount])}
+
+
+class Plugin(Message):
+    type: str
+    id: str
+    exports: list[Entry]
+    FIELDS = {1: ("type", str), 2: ("id", str), 5: ("exports", [Entry])}
+
+
+class PluginsRequest(Message):
+    filters: list[str]
+    FIELDS = {1: ("filters", [str])}
+
+
+class PluginsResponse(Message):
+    plugins: list[Plugin]
+    FIELDS = {1: ("plugins", [Plugin])}
 
 
 def data_field(size: int) -> bytes:

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 import traceback
+from functools import partial
 
 import grpc
 
-from differ import content, messages
+from differ import content, ingest, messages
+from differ.blob import Blob, Failed, Lost
 from differ.mounts import Unsuited, upper
 from layerwriter import LayerError, stream
 
@@ -35,8 +37,6 @@ DEFAULT_MEDIA_TYPE = "application/vnd.oci.image.layer.v1.tar+gzip"
 
 AT_ONCE = 8
 """Layers that are made at a time; further requests wait. Each takes some 20 MiB of memory, whatever its size."""
-_LET_GO = 10
-"""Seconds that containerd is given to let go of a reference whose upload was broken off."""
 
 
 class Cancelled(Exception):
@@ -55,7 +55,7 @@ class _Order:
             raise Unsuited("the request has fields that are not known here")
         self.compression = compression
         self.upper = upper(request.left, request.right)
-        self.ref = request.ref or content.unique("fermata-differ")
+        self.ref = request.ref
         self.labels = messages.mapping(request.labels)
         epoch = request.source_date_epoch
         self.latest = None if epoch is None else epoch.seconds * 1_000_000_000 + epoch.nanos
@@ -69,6 +69,8 @@ class Differ:
         self._say = say
         self._gzip_level = gzip_level
         self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._places = ingest.Places()
+        self._hidden = ""
         self._live: set[str] = set()
         self._unclean = threading.Event()
         self._unclean.set()  # whoever was here before us may have been killed
@@ -101,13 +103,16 @@ class Differ:
                 raise Unsuited("the caller's namespace is not known")
             store = content.Store(self._channel, namespace, metadata.get("containerd-lease", ""))
             with self._turns:
-                made = self._make(order, store, context)
-        except (Unsuited, LayerError) as reason:
+                made, way = self._make(order, store, context)
+        except (Unsuited, LayerError, Lost) as reason:
             self._say(f"{namespace}: left to the next differ: {reason}")
             context.abort(grpc.StatusCode.UNIMPLEMENTED, f"fermata-differ: {reason}: not implemented")
         except grpc.RpcError as failure:
             self._say(f"{namespace}: containerd says {failure.code()}: {failure.details()}")
             context.abort(failure.code(), failure.details() or "containerd gave no reason")
+        except Failed as failure:
+            self._say(f"{namespace}: {failure}")
+            context.abort(grpc.StatusCode.UNKNOWN, str(failure))  # what containerd makes of its own such errors
         except Cancelled:
             self._say(f"{namespace}: the caller gave up")
             context.abort(grpc.StatusCode.CANCELLED, "the caller gave up")
@@ -116,10 +121,13 @@ class Differ:
             self._say(f"{namespace}: left to the next differ, and this is a bug: {traceback.format_exc()}")
             context.abort(grpc.StatusCode.UNIMPLEMENTED, f"fermata-differ failed ({failure!r}): not implemented")
         took = time.monotonic() - began
-        self._say(f"{namespace}: {order.upper.path}: {made.digest}, {made.size} bytes, {took:.3f} s")
+        self._say(f"{namespace}: {order.upper.path}: {made.digest}, {made.size} bytes {way}, {took:.3f} s")
         return messages.DiffResponse(diff=made)
 
-    def _make(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
+    def _make(
+        self, order: _Order, store: content.Store, context: grpc.ServicerContext
+    ) -> tuple[messages.Descriptor, str]:
+        """The layer, and how it came into the store."""
         if store.lease:
             return self._write(order, store, context)
         lease = content.unique("fermata-differ")
@@ -134,20 +142,23 @@ class Differ:
         finally:
             self._live.discard(lease)
 
-    def _write(self, order: _Order, store: content.Store, context: grpc.ServicerContext) -> messages.Descriptor:
-        upload = store.upload(order.ref)
+    def _write(
+        self, order: _Order, store: content.Store, context: grpc.ServicerContext
+    ) -> tuple[messages.Descriptor, str]:
+        blob = Blob(store, order.ref, self._places, self._say_hidden)
         gone = threading.Event()
 
         def give_up() -> None:
             gone.set()
-            upload.cancel()
+            blob.cancel()
 
         try:
             if not context.add_callback(give_up):
                 raise Cancelled
+            blob.begin()
             layer: Layer = stream(
                 order.upper.path,
-                upload.write,
+                blob.write,
                 compression=order.compression,
                 gzip_level=self._gzip_level,
                 xattr_prefix=order.upper.xattr_prefix,
@@ -155,21 +166,27 @@ class Differ:
                 latest=order.latest,
                 hashed=False,
             )
-            digest = upload.digest()
-            size = self._commit(store, upload, digest, order.labels, layer.diff_id or digest)
+            digest = blob.digest()
+            size = self._commit(store, blob, digest, order.labels, layer.diff_id or digest)
         except BaseException as failure:
-            upload.cancel()
-            self._attempt(f"remove what was written of {order.ref}", lambda: _abort(store, order.ref))
+            for ref in blob.refs:
+                self._attempt(f"remove what was written of {ref}", partial(blob.remove, ref))
             if gone.is_set():
                 raise Cancelled from failure
             raise
-        return messages.Descriptor(media_type=order.media_type, digest=digest, size=size)
+        self._attempt(f"give {order.ref} back", blob.release)
+        way = "by file" if blob.direct else "by gRPC"
+        return messages.Descriptor(media_type=order.media_type, digest=digest, size=size), way
 
-    def _commit(
-        self, store: content.Store, upload: content.Upload, digest: str, labels: dict[str, str], diff_id: str
-    ) -> int:
+    def _say_hidden(self, reason: str) -> None:
+        """Once for each reason, which does not change from one layer to the next."""
+        if reason != self._hidden:
+            self._hidden = reason
+            self._say(f"containerd is sent large layers by gRPC, which takes longer: {reason}")
+
+    def _commit(self, store: content.Store, blob: Blob, digest: str, labels: dict[str, str], diff_id: str) -> int:
         try:
-            upload.commit({**labels, UNCOMPRESSED: diff_id})
+            blob.commit({**labels, UNCOMPRESSED: diff_id})
         except grpc.RpcError as failure:
             if failure.code() != grpc.StatusCode.ALREADY_EXISTS:
                 raise
@@ -211,19 +228,6 @@ class Differ:
         except grpc.RpcError as failure:
             self._say(f"could not {what}, and will try again: {failure.code()}: {failure.details()}")
             self._unclean.set()
-
-
-def _abort(store: content.Store, ref: str) -> None:
-    """Abort an upload that was broken off: containerd takes a moment to let go of it."""
-    until = time.monotonic() + _LET_GO
-    while True:
-        try:
-            store.abort(ref)
-            return
-        except grpc.RpcError as failure:
-            if failure.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > until:
-                raise
-        time.sleep(0.02)
 
 
 def to_stderr(line: str) -> None:

@@ -95,6 +95,12 @@ def test_the_socket_is_open_before_containerd_starts_at_every_boot(machine, diff
     assert made["digest"] in told(machine)
 
 
+def test_the_services_rights_are_enough_to_write_a_large_layer_to_containerds_file(machine, diffs):
+    diffs.layer("large", "open('large', 'wb').write(os.urandom(12 << 20))", "base")
+    made = diffs.diff("large", "base")
+    assert f"{made['digest']}, {made['size']} bytes by file" in told(machine)
+
+
 def test_a_killed_differ_is_back_for_the_next_request(machine, diffs):
     made = diffs.diff("changed", "base")
     for _ in range(2):
