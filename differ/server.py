@@ -4,6 +4,9 @@ gRPC for Python opens its own sockets and takes none that is open already. syste
 starts and keeps it while we are replaced, so that no request is ever refused. So connections are accepted here and
 passed through to gRPC's own socket, which stands in the same directory that only root can enter. What passes are
 requests of some hundred bytes: layers go to containerd on another way.
+
+containerd gives a new connection a second to its first bytes, and Python may need that for importing gRPC. So whoever
+comes meanwhile is sent the first frame of HTTP/2 at once, and only waits for the answer to its request.
 """
 
 from __future__ import annotations
@@ -27,8 +30,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Answer = Callable[[socket.socket, bool], None]
+
 SOCKET = "/run/fermata-differ/differ.sock"
 CONTAINERD = "/run/containerd/containerd.sock"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS_FRAME, _ACK = 4, 1
+SETTINGS = bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
+"""What both sides of HTTP/2 begin with (RFC 9113, 3.4): the client's preface, and a frame of settings, here of none."""
 _FIRST_PASSED = 3  # SD_LISTEN_FDS_START
 _THREADS = 64
 """Requests that are answered at a time. More than the layers made at a time: an Apply must not wait for a Diff."""
@@ -61,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: asked.set())
     _check_directory(os.path.dirname(listener.getsockname()))
+    door = _Door(listener, asked)
     try:
         grpcio.load()
     except ImportError as missing:
@@ -70,31 +80,32 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        return _decline(listener, asked)
-    return _serve(listener, options.address, options.gzip_level, asked)
-
-
-def _decline(listener: socket.socket, asked: threading.Event) -> int:
-    from differ.decline import decline
-
-    def answer(connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the other side is gone
-            decline(connection)
-
-    _notify("READY=1")
-    _accept(listener, answer, asked)
-    _notify("STOPPING=1")
-    listener.close()
+        _decline(door, asked)
+    else:
+        _serve(door, os.path.dirname(listener.getsockname()), options.address, options.gzip_level, asked)
     return 0
 
 
-def _serve(listener: socket.socket, containerd: str, gzip_level: int, asked: threading.Event) -> int:
+def _decline(door: _Door, asked: threading.Event) -> None:
+    from differ.decline import decline
+
+    def answer(connection: socket.socket, greeted: bool) -> None:
+        with contextlib.suppress(OSError):  # the other side is gone
+            decline(connection)  # which says its settings again, and takes any number of answers to that
+
+    door.open(answer)
+    _notify("READY=1")
+    asked.wait()
+    _notify("STOPPING=1")
+    door.close()
+
+
+def _serve(door: _Door, directory: str, containerd: str, gzip_level: int, asked: threading.Event) -> None:
     import grpc
 
     from differ import content
     from differ.service import Differ, to_stderr
 
-    directory = os.path.dirname(listener.getsockname())
     inner = f"{directory}/grpc-{os.getpid()}.sock"
     _remove_strays(directory)
     channel = content.connect(containerd)
@@ -103,17 +114,47 @@ def _serve(listener: socket.socket, containerd: str, gzip_level: int, asked: thr
     server.add_generic_rpc_handlers((differ.handler(),))
     server.add_insecure_port(f"unix:{inner}")
     server.start()
-    accepting = _thread(lambda: _accept(listener, lambda connection: _pass_through(connection, inner), asked))
+    door.open(lambda connection, greeted: _pass_through(connection, inner, greeted))
     _thread(differ.keep_clear)
     _notify("READY=1")
     asked.wait()
     _notify("STOPPING=1")
-    accepting.join()
-    listener.close()
+    door.close()
     server.stop(_GRACE).wait()
     channel.close()
     _remove_strays(directory)  # gRPC removes its socket too, if it comes to that before the process ends
-    return 0
+
+
+class _Door:
+    """Where connections come in, and wait until it is known who answers them."""
+
+    def __init__(self, listener: socket.socket, ending: threading.Event) -> None:
+        self._listener = listener
+        self._opened = threading.Event()
+        self._answer: Answer | None = None
+        self._accepting = _thread(lambda: _accept(listener, self._enter, ending))
+
+    def open(self, answer: Answer) -> None:
+        """From now on, and for all who wait: `answer` is given the connection, and whether it was greeted."""
+        self._answer = answer
+        self._opened.set()
+
+    def close(self) -> None:
+        """Wait until nobody comes in any more, which is soon after the end is asked for."""
+        self._accepting.join()
+        self._listener.close()
+
+    def _enter(self, connection: socket.socket) -> None:
+        greeted = not self._opened.is_set()
+        if greeted:
+            try:
+                connection.sendall(SETTINGS)
+            except OSError:
+                connection.close()
+                return
+        self._opened.wait()
+        assert self._answer is not None
+        self._answer(connection, greeted)
 
 
 def _passed() -> socket.socket | None:
@@ -180,15 +221,40 @@ def _peer(connection: socket.socket) -> int:
     return int(uid)
 
 
-def _pass_through(connection: socket.socket, inner: str) -> None:
+def _pass_through(connection: socket.socket, inner: str, greeted: bool) -> None:
     with connection, socket.socket(socket.AF_UNIX) as other:
         try:
             other.connect(inner)
         except OSError:
             return  # we are ending; the caller sees a closed connection and connects again
         back = _thread(lambda: _pump(other, connection))
-        _pump(connection, other)
+        if not greeted or _pass_greeted(connection, other):
+            _pump(connection, other)
+        else:
+            _shut(connection, other)
         back.join()
+
+
+def _pass_greeted(source: socket.socket, target: socket.socket) -> bool:
+    """Pass frames through up to the first answer to settings, which is the one to ours: gRPC's server must not take it
+    for one to its own (RFC 9113, 6.5.3: they come in order). Whether the connection goes on."""
+    try:
+        target.sendall(_exactly(source, len(PREFACE)))
+        while True:
+            head = _exactly(source, 9)
+            if head[3] == _SETTINGS_FRAME and head[4] & _ACK:
+                return True
+            target.sendall(head + _exactly(source, int.from_bytes(head[:3], "big")))
+    except OSError:
+        return False
+
+
+def _exactly(source: socket.socket, size: int) -> bytes:
+    """So many bytes. Raises ConnectionError if the other side ends before."""
+    data = source.recv(size, socket.MSG_WAITALL) if size else b""
+    if len(data) != size:
+        raise ConnectionError("the connection ended within a frame")
+    return data
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
@@ -197,6 +263,10 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
             target.sendall(data)
     except OSError:
         pass  # one side is gone, which the other is told now
+    _shut(source, target)
+
+
+def _shut(source: socket.socket, target: socket.socket) -> None:
     for end, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
         try:
             end.shutdown(how)

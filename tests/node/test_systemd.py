@@ -134,6 +134,23 @@ def test_a_restart_loses_no_request(machine, diffs):
         assert {each.result() for each in asked} == {"./\nd/\nd/new\n"}
 
 
+def test_a_request_waits_for_a_service_that_takes_long_to_start(machine, diffs):
+    made = diffs.diff("changed", "base")
+    module = "/usr/lib/python3/dist-packages/grpc/__init__.py"
+    machine.exec(
+        ["sh", "-c", f"cp -p {module} /root/kept; (echo 'import time; time.sleep(4)'; cat /root/kept) >{module}"]
+    )
+    try:
+        machine.exec(["systemctl", "stop", "fermata-differ.service"])
+        machine.exec(["systemctl", "restart", "containerd"])  # it has no connection yet
+        machine.exec(["systemctl", "stop", "fermata-differ.service"])
+        assert wait_for(lambda: machine.exec(["ctr", "version"], check=False).returncode == 0, "containerd")
+        assert diffs.diff("changed", "base") == made
+    finally:
+        machine.exec(["mv", "/root/kept", module])
+        machine.exec(["systemctl", "restart", "fermata-differ.service"])
+
+
 def test_a_differ_without_grpc_leaves_everything_to_containerd(machine, diffs):
     made = diffs.diff("changed", "base")
     packages = "/usr/lib/python3/dist-packages"

@@ -82,6 +82,70 @@ def test_without_grpc_every_request_is_declined(without_grpc):
     assert _try(without_grpc) is None
 
 
+SLOW = """
+import sys, threading
+from differ import server
+from shim import grpcio
+load = grpcio.load
+def slowly():
+    print("loading", file=sys.stderr, flush=True)
+    sys.stdin.read()
+    return load()
+grpcio.load = slowly
+sys.exit(server.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def loading(tmp_path):
+    """A fermata-differ that imports gRPC until its input ends, and the address of its socket."""
+    pytest.importorskip("grpc")
+    if os.geteuid() != 0:
+        pytest.skip("only root can connect")
+    path = str(tmp_path / "differ" / "differ.sock")
+    argv = [sys.executable, "-c", SLOW, "--socket", path, "--address", str(tmp_path / "no containerd")]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline() == "loading\n"
+    yield process, path
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stderr.close()
+
+
+def test_while_grpc_is_imported_a_connection_has_its_first_bytes_and_its_request_waits(loading):
+    grpc = pytest.importorskip("grpc")
+    process, path = loading
+    assert _try(path) is None, "the first frame"
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        grpc.channel_ready_future(channel).result(timeout=20)
+        apply = channel.unary_unary(f"/{DIFF}/Apply")
+        waiting = [apply.future(b"", timeout=60) for _ in range(3)]
+        assert not any(call.done() for call in waiting)
+        process.stdin.close()
+        for call in waiting:
+            assert call.code() == grpc.StatusCode.UNIMPLEMENTED
+            assert "makes layers and applies none" in call.details()
+        # The same connection goes on, over more than what may be sent before the settings of either side are known.
+        for size in (0, 1 << 10, 200_000, 1 << 20):
+            with pytest.raises(grpc.RpcError, match="applies none"):
+                apply(bytes(size), timeout=20)
+
+
+def test_who_goes_while_grpc_is_imported_costs_nobody_else_anything(loading):
+    grpc = pytest.importorskip("grpc")
+    process, path = loading
+    for said in (b"", PREFACE, PREFACE + b"\0\0\4\0\0", PREFACE + bytes((0, 0, 6, 4, 0, 0, 0, 0, 0)) + b"\0\3"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            connection.sendall(said)
+    process.stdin.close()
+    with grpc.insecure_channel(f"unix:{path}") as channel, pytest.raises(grpc.RpcError, match="applies none"):
+        channel.unary_unary(f"/{DIFF}/Apply")(b"", timeout=20)
+    process.terminate()
+    assert process.wait(30) == 0
+
+
 @pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, PREFACE + b"\xff" * 40, PREFACE + b"\0\0\4\0\0"])
 def test_what_is_no_request_ends_its_connection_alone(without_grpc, said):
     if os.geteuid() != 0:
