@@ -78,6 +78,10 @@ class Gone(ChannelError):
     """A program has ended."""
 
 
+class Whole(ChannelError):
+    """A program is offered weights that it has never let go of."""
+
+
 class Listener:
     """A socket of a program: its pid in the container, and a descriptor of the socket's name (O_PATH)."""
 
@@ -293,7 +297,8 @@ class Channel:
         if not isinstance(message, dict):
             raise ChannelError(f"{self} answers with something that is no object")
         if "error" in message:
-            raise ChannelError(f"{self}: {plain(message['error'])}")
+            kind = Whole if message.get("whole") is True else ChannelError
+            raise kind(f"{self}: {plain(message['error'])}")
         return message
 
     def _broken(self, error: OSError) -> ChannelError:
@@ -414,6 +419,7 @@ class Taking:
         self._held = weights.Held()
         self._store: weights.Store | None = None
         self._mount: weights.Mount | None = None
+        self._files: weights.Files | None = None  # what the programs are to have back
         self._drafts: dict[str, weights.Draft] = {}
         self._new: set[str] = set()  # what this take has brought into the store
         self._referred: set[str] = set()
@@ -557,7 +563,9 @@ class Taking:
             store.settle(self._mount, self._drafts.values(), self._new)
             self._close_drafts()
             self._synced = _Background(lambda: store.sync(self._new))
-        self._refer(set(wanted))  # while a store that takes no reference costs nothing
+        # While a store that takes no reference, or whose files are gone again, costs nothing.
+        self._files = weights.Files(store, wanted)
+        self._refer(set(wanted))
 
     def _release(self, until: float) -> None:
         for process in self._processes:
@@ -573,28 +581,21 @@ class Taking:
         """To every program that is without its weights. What fails is kept for `checked`."""
         out = [process for process in self._processes if process.released]
         self._processes = self._processes if self.outcome == OUT else []
-        if not out or self._store is None:
+        if not out or self._store is None or self._files is None:
             return
         began = time.monotonic()
         wanted = [(process.pid, [pack.digest for pack in process.packs]) for process in out]
-        if self._tree.paused():  # parked, since the GPU has no room for its state: a frozen program takes nothing
-            owe(self._container.state, wanted, self._store)
-            for process in out:
-                process.released = False
-            return
-        back = Returning(
-            self._tree.id,
-            wanted,
-            self._store,
-            self._config,
-            new=False,
-        )
+        back = Returning(wanted, self._files, self._config, direct=_direct(self._config, self._store), new=False)
         try:
+            if self._tree.paused():  # parked, since the GPU has no room for its state: a frozen program takes nothing
+                owe(self._container.state, wanted, self._store)
+                return
             back.arm(self._init_root())
             back.go()
         except (ShimError, OSError) as error:
             self._failure = ShimError(f"its weights could not be given back to container {self._tree.id}: {error}")
             self._log("error", "weights are lost", container=self._tree.id, error=error)
+            self._refuse(back)
         finally:
             back.close()
             for process in out:
@@ -603,12 +604,18 @@ class Taking:
             self._log("warning", "a program ended before it had its weights back", container=self._tree.id, process=pid)
         self.steps["guest_back"] = time.monotonic() - began
 
+    def _refuse(self, back: Returning) -> None:
+        try:
+            back.refuse(self._init_root())
+        except (ShimError, OSError) as error:  # they end by themselves, after a silence
+            self._log("warning", "programs without weights cannot be told", container=self._tree.id, error=error)
+
     # The snapshot ------------------------------------------------------------------------------------------------
 
     def record(self) -> dict[str, Any]:
         """What fermata.json says of the weights; the references to them are there then, and their bytes on disk.
 
-        Raises OSError.
+        Raises ShimError, OSError.
         """
         processes = []
         if self.outcome == OUT:
@@ -619,6 +626,14 @@ class Taking:
                 if os.path.lexists(f"{self._directory}/mm-{process.pid}.img"):
                     processes.append(process)
             self._recorded = {pack.digest for process in processes for pack in process.packs}
+            assert self._store is not None
+            for digest in self._recorded:
+                if self._store.size(digest) is None:
+                    raise ShimError(
+                        f"the weights sha256:{digest} of container {self._tree.id} are no more in "
+                        f"{self._store.directory}: was it unmounted or emptied?",
+                        FAILED_PRECONDITION,
+                    )
             self._refer(self._recorded)
         return {
             "outcome": self.outcome,
@@ -661,6 +676,8 @@ class Taking:
         there = any(os.path.lexists(f"{self._directory}/{name}") for name in (manifests.NAME, manifests.STAGED))
         held = self._held.digests
         self._held.close()
+        if self._files is not None:
+            self._files.close()
         if self._store is None:
             return
         try:
@@ -762,22 +779,18 @@ class Returning:
     """Weights on their way back to the programs of a container: `arm`, then `go`, then `close`.
 
     `wanted` has the pid in the container and the digests of each program, in the order in which it described them.
+    Of a container that is not new, every program that can have its weights gets them, whatever fails with another.
     """
 
     def __init__(
-        self,
-        container_id: str,
-        wanted: Iterable[tuple[int, list[str]]],
-        store: weights.Store,
-        config: Config,
-        *,
-        new: bool,
+        self, wanted: Iterable[tuple[int, list[str]]], files: weights.Files, config: Config, *, direct: bool, new: bool
     ) -> None:
-        self._id = container_id
         self._wanted = dict(wanted)
-        self._store = store
+        self._files = files
         self._new = new
-        self._direct = config.weights_read == "direct" and not store.in_memory
+        self._direct = direct
+        self._told: set[int] = set()
+        self._failures: list[Exception] = []
         self._limit = config.weights_timeout
         self._until = 0.0
         self._channels: list[Channel] = []
@@ -797,24 +810,31 @@ class Returning:
                     if pid not in found:
                         raise Gone(f"process {pid} of the container does not listen")
                     channel = Channel(found[pid], socket_for(root), self._until)
+                    try:
+                        self._send(channel, digests)
+                    except BaseException:
+                        channel.close()
+                        raise
+                    self._channels.append(channel)
+                    self._told.add(pid)
                 except Gone:
                     if self._new:
                         raise
                     self.gone.append(pid)
-                    continue
-                self._channels.append(channel)
-                self._send(channel, digests)
+                except (ShimError, OSError) as error:
+                    if self._new:
+                        raise
+                    self._failures.append(error)
         finally:
             for listener in found.values():
                 listener.close()
 
     def _send(self, channel: Channel, digests: list[str]) -> None:
-        mount = weights.Mount(self._store.directory, read_only=True)
         descriptors: list[int] = []
         try:
             described = []
             for digest in digests:
-                fd, direct = self._open(mount, digest)
+                fd, direct = self._files.open(digest, direct=self._direct)
                 descriptors.append(fd)
                 described.append({"digest": f"sha256:{digest}", "by": "read", "direct": direct})
             seconds = max(self._until - time.monotonic(), 0.1)
@@ -823,30 +843,62 @@ class Returning:
         finally:
             for fd in descriptors:
                 os.close(fd)
-            mount.close()
 
-    def _open(self, mount: weights.Mount, digest: str) -> tuple[int, bool]:
-        name = os.path.basename(self._store.path(digest))
-        if self._direct:
+    def refuse(self, root: str) -> None:
+        """After a failure: have those end that were told of nothing yet, and would wait for their weights in vain.
+
+        The others see that their connection ends. Raises ShimError.
+        """
+        self.close()
+        until = time.monotonic() + _HANG_UP
+        for listener in listeners(root, self._wanted.keys() - self._told):
             try:
-                return mount.open(name, os.O_RDONLY | os.O_DIRECT), True
-            except OSError:
-                pass  # a file system without it, or without the file, which is said next
-        return mount.open(name, os.O_RDONLY), False
+                channel = Channel(listener, socket_for(root), until)
+            except (ShimError, OSError):
+                continue  # it has ended, or will
+            finally:
+                listener.close()
+            try:
+                message = {"protocol": PROTOCOL, "step": "restored", "seconds": _HANG_UP, "new": self._new}
+                channel.send({**message, "packs": [], "fds": 0}, until)
+                channel.let_go()
+                channel.receive(until)
+            except ShimError:
+                continue  # which says that it ends, or that it has
+            finally:
+                channel.close()
 
     def go(self) -> dict[str, float]:
         """Have them take their weights, and wait until they have; the slowest one's seconds of each part.
 
-        Raises ShimError.
+        Raises ShimError, OSError: the first thing that failed.
         """
+        armed = []
         for channel in self._channels:
-            channel.expect("armed", self._until)
-            channel.send({"go": True}, self._until)
+            try:
+                channel.expect("armed", self._until)
+                channel.send({"go": True}, self._until)
+                armed.append(channel)
+            except Whole:
+                if self._new:
+                    raise
+                # It was not to be reached with the word to let go of them, and has seen us leave instead.
+            except ChannelError as error:
+                if self._new:
+                    raise
+                self._failures.append(error)
         slowest: dict[str, float] = {}
-        for channel in self._channels:
-            for name, took in _times(channel.expect("back", self._until)):
-                slowest[name] = max(slowest.get(name, 0.0), took)
+        for channel in armed:
+            try:
+                for name, took in _times(channel.expect("back", self._until)):
+                    slowest[name] = max(slowest.get(name, 0.0), took)
+            except ChannelError as error:
+                if self._new:
+                    raise
+                self._failures.append(error)
         hang_up(self._channels)
+        if self._failures:
+            raise self._failures[0]
         return slowest
 
     def close(self) -> None:
@@ -875,6 +927,7 @@ class Restoring:
         self._log = log
         self._id = container_id
         self._store = weights.Store(config.weights_directory)
+        self._files = weights.Files(self._store, held.digests)
         self._closed = False
         if not self._store.in_memory and config.weights_read == "cached":
             pieces = self._pieces()
@@ -912,7 +965,8 @@ class Restoring:
 
         `pid` is the container's first process. Raises ShimError and what `between` raises: nothing may run on then.
         """
-        back = Returning(self._id, _wanted(self._record), self._store, self._config, new=True)
+        direct = _direct(self._config, self._store)
+        back = Returning(_wanted(self._record), self._files, self._config, direct=direct, new=True)
         try:
             back.arm(f"/proc/{pid}/root")
             between()
@@ -929,6 +983,11 @@ class Restoring:
         """Let go of the weights. Idempotent."""
         self._closed = True
         self._held.close()
+        self._files.close()
+
+
+def _direct(config: Config, store: weights.Store) -> bool:
+    return config.weights_read == "direct" and not store.in_memory
 
 
 def _is_cached(fd: int, at: int) -> bool:
@@ -951,6 +1010,9 @@ def restoring(record: object, config: Config, log: Log, container_id: str, snaps
         if lacking := weights.missing(record, config):  # removed after the check, before it was held
             raise ShimError(f"snapshot {snapshot} cannot be restored here: {'; '.join(lacking)}", FAILED_PRECONDITION)
         return Restoring(record, held, config, log, container_id)
+    except OSError as error:
+        held.close()
+        raise ShimError(f"the weights of {snapshot} cannot be read: {error}", FAILED_PRECONDITION) from error
     except BaseException:
         held.close()
         raise
@@ -986,8 +1048,10 @@ def pay(state: State, root: str, config: Config) -> None:
     kept = json.loads(text)
     store = weights.Store(kept["directory"])
     wanted = _wanted(kept["guest"])
-    back = Returning(state.id, wanted, store, config, new=False)
+    files = back = None
     try:
+        files = weights.Files(store, {digest for _, digests in wanted for digest in digests})
+        back = Returning(wanted, files, config, direct=_direct(config, store), new=False)
         back.arm(root)
         back.go()
         state.drop(OWED)
@@ -997,7 +1061,10 @@ def pay(state: State, root: str, config: Config) -> None:
     except OSError as error:
         raise ShimError(f"the weights of {state.id} cannot be given back: {error}", FAILED_PRECONDITION) from error
     finally:
-        back.close()
+        if back is not None:
+            back.close()
+        if files is not None:
+            files.close()
 
 
 def _wanted(record: dict[str, Any]) -> list[tuple[int, list[str]]]:

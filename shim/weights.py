@@ -189,6 +189,43 @@ class Held:
             os.close(self._locks.popitem()[1])
 
 
+class Files:
+    """Packs of a store that are open for reading, through a mount that is read-only.
+
+    They can be read whatever becomes of the directory: removed, unmounted, or another one by now. Raises OSError.
+    """
+
+    def __init__(self, store: Store, digests: Iterable[str]) -> None:
+        self._fds: dict[str, int] = {}
+        mount = Mount(store.directory, read_only=True)
+        try:
+            for digest in digests:
+                self._fds[digest] = mount.open(os.path.basename(store.path(digest)), os.O_RDONLY)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            mount.close()
+
+    def open(self, digest: str, *, direct: bool) -> tuple[int, bool]:
+        """A descriptor with a position and flags of its own, and whether it reads past the page cache as wished.
+
+        Raises OSError.
+        """
+        path, how = f"/proc/self/fd/{self._fds[digest]}", os.O_RDONLY | os.O_CLOEXEC
+        if direct:
+            try:
+                return os.open(path, how | os.O_DIRECT), True
+            except OSError:
+                pass  # a file system without it; whatever else it is, is said next
+        return os.open(path, how), False
+
+    def close(self) -> None:
+        """Close them. Idempotent."""
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
 class Store:
     """The store in one directory, which is made if it is not there. Raises ShimError where it cannot be used."""
 

@@ -106,7 +106,7 @@ class Channel:
             elif step == "prepare":
                 connection.send({"error": "the weights are out already"}, deadline)
             elif step == "restored":
-                connection.send({"error": "this process has its weights"}, deadline)
+                connection.send({"error": "this process has its weights", "whole": True}, deadline)
             else:
                 connection.send({"error": f"this library knows no step {step!r}"}, deadline)
 

@@ -18,7 +18,9 @@ from node.node import PREFIX, Node
 SOURCE = Path(__file__).resolve().parents[2] / "shim"
 
 # Module: classes and functions; None: all of the module's.
-STEPS: dict[str, tuple[str, ...] | None] = {
+Wanted = dict[str, "tuple[str, ...] | None"]
+
+STEPS: Wanted = {
     "take": None,
     "restore": ("check", "apply_layer", "write_criu_config", "Timeline.step", "Timeline.keep"),
     "snapshot": (
@@ -33,6 +35,14 @@ STEPS: dict[str, tuple[str, ...] | None] = {
     "manifest": ("Manifest.stage", "publish", "sync_files"),
     "criu": ("installed", "write_config"),
     "stdio": ("Substitute.__init__", "Held"),
+}
+# What a container with weights that stay out of its snapshots has besides.
+OF_WEIGHTS: Wanted = {
+    "guest": ("Taking", "Returning", "Restoring.bring_back", "Restoring.close", "restoring", "connect_all", "_connect"),
+    "weights": (
+        *("Mount", "Draft", "Held", "Files", "hold"),
+        *("Store.hold", "Store.settle", "Store.sync", "Store.refer", "Store.drop", "Store.has", "Store.make_room"),
+    ),
 }
 FOLDER = "/srv/points"
 
@@ -85,8 +95,9 @@ def point(name):
 class Points:
     """A node whose fermata stops for the test. Call `close` to have the ordinary one again."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, wanted: Wanted = STEPS) -> None:
         self.node = node
+        self.wanted = wanted
         self.folder = node.path(FOLDER)
         self.library = node.path(f"{PREFIX}/lib/fermata/shim")
         self.renew()
@@ -96,8 +107,8 @@ class Points:
         self.folder.mkdir(exist_ok=True)
         self._forget()
         if not (self.library / "points.py").exists():
-            for module in STEPS:
-                (self.library / f"{module}.py").write_text(instrumented(module)[0])
+            for module in self.wanted:
+                (self.library / f"{module}.py").write_text(instrumented(module, self.wanted[module])[0])
             (self.library / "points.py").write_text(MODULE)
 
     def _forget(self) -> None:
@@ -149,15 +160,20 @@ def touches(step: str) -> bool:
     return not _WITHIN.search(text) and not function.split(" ")[0].endswith(_CLEANING)
 
 
-def steps() -> list[str]:
+def steps(of: Wanted = STEPS) -> list[str]:
     """All steps."""
-    return [step for module in STEPS for step in instrumented(module)[1]]
+    return [step for module, wanted in of.items() for step in instrumented(module, wanted)[1]]
 
 
-def instrumented(module: str) -> tuple[str, list[str]]:
+def named(function: str, words: str, of: Wanted = STEPS) -> str:
+    """The step of a function that has these words."""
+    (found,) = (step for step in steps(of) if step.startswith(f"{function} ") and words in step)
+    return found
+
+
+def instrumented(module: str, wanted: tuple[str, ...] | None) -> tuple[str, list[str]]:
     """The module's text with a point before each step, and the steps' names: `take.Take.run 3: held = ...`."""
     tree = ast.parse((SOURCE / f"{module}.py").read_text())
-    wanted = STEPS[module]
     names: list[str] = []
     for name, function in _functions(tree.body, ""):
         if wanted is None or any(name == want or name.startswith(f"{want}.") for want in wanted):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import threading
@@ -19,38 +18,11 @@ import pytest
 from node.containers import CTR, IMAGE, OURS, pid, remove, start, status, wait_for
 from node.leftovers import clear, leftovers
 from node.shims import CallFailed, Shim
-from node.stack import PROJECT
+from tests.node.guests import MOUNT, ON, STORE, answers, serve, shared
 
 SIZE = (1 << 30) if "FERMATA_TORTURE" in os.environ else (64 << 20)
-SHARE = "/srv/guest"
-STORE = "/var/lib/fermata/weights"
-MOUNT = ("--mount", f"type=bind,src={SHARE},dst=/opt/guest,options=rbind:ro")
-ON = ("--annotation", "fermata/guest=on", *MOUNT)
 TAKEN = "/srv/taken"
 
-# Its answer depends on every byte of its weights.
-SERVER = """
-import json, os, sys, time, zlib
-sys.path.insert(0, "/opt/guest")
-import fermata
-with open("/opt/guest/model", "rb") as file:
-    model = bytearray(file.read())
-fermata.exclude_from_snapshot(model, name="model")
-events = []
-fermata.on_prepare(lambda: events.append("prepare"))
-fermata.on_restore(lambda: events.append("restore"))
-rounds = 0
-while True:
-    with fermata.using():
-        answer = zlib.crc32(model)
-    rounds += 1
-    with open("/state.new", "w") as file:
-        json.dump({"rounds": rounds, "answer": answer, "events": events}, file)
-    os.rename("/state.new", "/state")
-    if os.path.exists("/ready") or rounds == 3 and sys.argv[1:] != ["late"]:
-        fermata.snapshot_ready()
-    time.sleep(0.1)
-"""
 STAND_IN = """
 import json, os, sys, time
 sys.path.insert(0, "/opt/guest")
@@ -66,16 +38,8 @@ while True:
 
 @pytest.fixture(scope="module")
 def model(running_node):
-    """What the node has for the containers: the library, the stand-in, and a model."""
-    share = running_node.path(SHARE)
-    shutil.rmtree(share, ignore_errors=True)
-    share.mkdir()
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PROJECT / "guest/fermata", share / "fermata", ignore=ignored)
-    shutil.copy(PROJECT / "tests/unit/shim/programs.py", share)
-    running_node.exec(["sh", "-c", f"head -c {SIZE} /dev/urandom >{SHARE}/model"])
-    yield share / "model"
-    shutil.rmtree(share)
+    with shared(running_node, SIZE) as path:
+        yield path
 
 
 @pytest.fixture(autouse=True)
@@ -97,24 +61,6 @@ def configured(node):
         path.write_text(text)
 
     return write
-
-
-def state(node, name):
-    try:
-        return json.loads(Path(f"/proc/{pid(node, name)}/root/state").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def answers(node, name):
-    """What the program says of itself, after it was seen to answer again."""
-    before = wait_for(lambda: state(node, name), f"{name}'s first word", timeout=60)["rounds"]
-    return wait_for(lambda: (now := state(node, name)) and now["rounds"] > before + 1 and now, f"{name} to go on", 60)
-
-
-def serve(node, name, *words):
-    start(node, name, "python3", "-c", SERVER, *words, options=ON)
-    return answers(node, name)
 
 
 def stand_in(node, name, **fails):

@@ -21,7 +21,7 @@ from node.containers import CTR, IMAGE, OURS, remove, start, status, wait_for
 from node.leftovers import clear, leftovers
 from node.shims import CallFailed, Shim
 from shim.errors import ShimError
-from tests.node.points import Points, steps, touches
+from tests.node.points import Points, named, steps, touches
 from tests.node.test_faults import TICK, ticks
 from tests.node.test_places import mounted
 
@@ -93,12 +93,6 @@ def files(node, directory=TAKEN):
 
 def descriptors(node):
     return len(os.listdir(f"/proc/{Shim(node, 'one').pid}/fd"))
-
-
-def named(function, words):
-    """The step of a function that has these words."""
-    (found,) = (step for step in steps() if step.startswith(f"{function} ") and words in step)
-    return found
 
 
 def half(node, found):

@@ -553,6 +553,36 @@ def test_what_containerd_packs_is_referred_to_as_such(takes, program, tmp_path):
     assert name.startswith("packed-")
 
 
+def test_a_program_that_cannot_have_its_weights_back_takes_no_other_along(takes, program):
+    first, second = program(1, back=b'{"error": "no memory"}\n'), program(2)
+    with pytest.raises(ShimError, match="process 1 of the container: no memory"):
+        takes.take()
+    assert first.steps[-1] == second.steps[-1] == "back"
+    assert second.got == MODEL
+
+
+def test_who_cannot_be_sent_its_weights_is_told_and_the_others_have_them(takes, program, monkeypatch):
+    first, second = program(1), program(2)
+    send = guest.Returning._send
+
+    def fail(self, channel, digests):
+        if channel.pid == 1:
+            raise OSError(12, "Cannot allocate memory")
+        send(self, channel, digests)
+
+    monkeypatch.setattr(guest.Returning, "_send", fail)
+    with pytest.raises(ShimError, match="Cannot allocate memory"):
+        takes.take()
+    assert second.got == MODEL
+    assert first.steps[-2:] == ["armed", "let go"]  # with no files, for which the library ends the program
+    assert first.got is None
+
+
+def test_a_program_that_has_not_let_go_of_its_weights_after_all_lacks_nothing(takes, program):
+    program(armed=b'{"error": "this process has its weights", "whole": true}\n')
+    assert takes.take()["outcome"] == "out"
+
+
 # Finding them ---------------------------------------------------------------------------------------------------------
 
 
