@@ -40,7 +40,7 @@ node: $(VENV)/ready
 
 # Every fault at every step, hostile input for longer, load, and many times what make test does a few times. At most 25
 # minutes, on both stacks at the same time.
-TORTURED = steps faults guest_faults at_once places hostile load network round_trip takes
+TORTURED = steps faults guest_faults guest_kinds at_once places hostile load network round_trip takes
 STACKS = trixie sid
 torture: $(VENV)/ready
 	@$(MAKE) --no-print-directory --keep-going --jobs --output-sync=target $(addprefix torture-,$(STACKS))

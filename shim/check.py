@@ -71,6 +71,7 @@ def findings(
         found += _mounts(requires, spec)
         found += _devices(requires, spec)
         found += _namespaces(requires, spec)
+        found += _users(manifest, spec)
         found += _terminal(requires, spec)
         found += _files(manifest, requires, spec, root)
         found += _gpu(manifest, spec, config)
@@ -324,6 +325,24 @@ def _namespaces(requires: dict[str, Any], spec: dict[str, Any]) -> Iterator[Find
                 f"this container has a {kind} namespace of its own and the snapshot's shared its node's: "
                 "create the container without one"
             )
+
+
+def _users(manifest: Manifest, spec: dict[str, Any]) -> Iterator[Finding]:
+    """The mappings come back from the images, and the owners of the layer's files are the node's."""
+    recorded = manifest.data.get("spec")
+    if not isinstance(recorded, dict):
+        return
+    then, now = (_object(each.get("linux")) for each in (recorded, spec))
+    for key, whose in (("uidMappings", "users"), ("gidMappings", "groups")):
+        if then.get(key) and now.get(key) and then[key] != now[key]:
+            yield _problem(
+                f"this container maps its {whose} to {_ranges(now[key])} of the node, and the snapshot's mapped them "
+                f"to {_ranges(then[key])}: create the container with the snapshot's mapping"
+            )
+
+
+def _ranges(mapped: object) -> str:
+    return ", ".join(f"{each.get('hostID')}+{each.get('size')}" for each in _objects(mapped)) or "none"
 
 
 def _terminal(requires: dict[str, Any], spec: dict[str, Any]) -> Iterator[Finding]:

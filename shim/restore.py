@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shim.guest import Restoring
     from shim.log import Log
     from shim.snapshot import Container
+    from shim.userns import Images
 
 
 KEPT = "restore.json"
@@ -127,6 +128,18 @@ def hold_weights(
     specedits.add_channel(bundle.spec)
     container.guest = True
     return guest.restoring(record, config, log, container.state.id, source)
+
+
+def images(source: str, bundle: Bundle) -> Images | None:
+    """A snapshot's directory as CRIU can read it in the container's user namespace; None without one.
+
+    Raises ShimError.
+    """
+    if not (bundle.spec.get("linux") or {}).get("uidMappings"):
+        return None
+    from shim.userns import Images
+
+    return Images(source, bundle.spec)
 
 
 def prepare() -> None:

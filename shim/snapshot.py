@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shim.restore import Timeline
     from shim.stdio import Substitute
     from shim.take import WithoutGuest
+    from shim.userns import Images
 
 CRIU_CONF = "criu.conf"
 _END = 10.0  # seconds for a container that is killed to end
@@ -67,6 +68,7 @@ class Container:
         self.restore_gpu: dict[str, Any] | None = None  # the snapshot's record of GPU state
         self.guest = bundle.annotations.get(specedits.GUEST) == "on"  # its programs may keep weights out of a snapshot
         self.weights: Restoring | None = None  # what the restore has to bring back of these
+        self.images: Images | None = None  # the images as the root of the container's user namespace can read them
         self.take = _thread.allocate_lock()
 
     def close(self) -> None:
@@ -75,6 +77,8 @@ class Container:
             self.substitute.close()
         if self.weights is not None:
             self.weights.close()
+        if self.images is not None:
+            self.images.close()
 
 
 class SnapshotShim(RuncShim):
@@ -236,7 +240,8 @@ class SnapshotShim(RuncShim):
             snapshot=source,
             entries=(manifest.layer or {}).get("entries", 0),
         )
-        request.checkpoint = source
+        container.images = restore.images(source, bundle)
+        request.checkpoint = source if container.images is None else container.images.path
         options.criu_image_path = ""
         options.criu_work_path = container.restore_logs
         request.options = AnyMessage(type_url=task.RUNC_OPTIONS, value=options.encode())
@@ -335,6 +340,8 @@ class SnapshotShim(RuncShim):
         except OSError as error:  # the container runs: only after a crash would it be cleaned up after too much
             self.log("warning", "the record of the restore stays", container=request.id, error=error)
         source, container.restore_source = container.restore_source, None
+        if container.images is not None:
+            container.images.close()
         applied, container.applied = container.applied, None
         if applied is not None:
             try:

@@ -45,8 +45,8 @@ _PIECE = 1 << 20  # bytes that are hashed at a time
 _ATTEMPTS = 1000  # at a name in a directory that others remove
 _WRITERS_LINGER = 5.0  # seconds for a program to let go of what it has written
 # linux/mount.h, asm-generic/unistd.h
-_SYS_OPEN_TREE, _SYS_MOUNT_SETATTR = 428, 442
-_OPEN_TREE_CLONE, _MOUNT_ATTR_RDONLY, _AT_EMPTY_PATH = 1, 1, 0x1000
+_SYS_OPEN_TREE, MOUNT_SETATTR = 428, 442
+_OPEN_TREE_CLONE, _MOUNT_ATTR_RDONLY, EMPTY_PATH = 1, 1, 0x1000
 
 
 class Pack:
@@ -93,7 +93,7 @@ class Mount:
 
         # struct mount_attr: attr_set, attr_clr, propagation, userns_fd
         attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY, 0, 0, 0)
-        system_call(_SYS_MOUNT_SETATTR, self.fd, ctypes.c_char_p(b""), _AT_EMPTY_PATH, attributes, 32)
+        system_call(MOUNT_SETATTR, self.fd, ctypes.c_char_p(b""), EMPTY_PATH, attributes, 32)
 
     def open(self, name: str, flags: int) -> int:
         """A descriptor of a regular file in it. Raises OSError."""

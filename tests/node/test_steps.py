@@ -37,6 +37,7 @@ ELSEWHERE = (
     "gpu",  # tests/gpu
     "move_gpu_state",
     "container.replaced",  # below
+    "container.images.close()",  # with a user namespace: test_guest_kinds.py
     "host file",  # hostfiles: test_network.py
     "killed",  # a CRIU that dies: test_faults.py
     "detach_below",
