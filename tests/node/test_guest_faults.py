@@ -162,6 +162,7 @@ def ends_without(node, name):
 # Which steps there are ------------------------------------------------------------------------------------------------
 
 
+@torture
 def test_every_step_of_the_weights_way_is_met_here(node, points):
     serve(node, "one")
     assert take(node) is None
@@ -316,10 +317,8 @@ def test_the_daemon_dies_at_a_step_of_a_restore(node, points):
 
 # Others die -----------------------------------------------------------------------------------------------------------
 
-SOME = ("before its release", "before they are back")
 
-
-@pytest.mark.parametrize("moment", MOMENTS if TORTURE else SOME)
+@pytest.mark.parametrize("moment", MOMENTS if TORTURE else ("before its release",))
 def test_the_program_is_killed_in_a_take(node, points, moment):
     first = serve(node, "one")
     points.plan(step(*MOMENTS[moment]), "wait")
@@ -345,7 +344,8 @@ def test_the_program_is_killed_in_a_take(node, points, moment):
     works(node, first)
 
 
-@pytest.mark.parametrize("leave", [True, False] if TORTURE else [True])
+@torture
+@pytest.mark.parametrize("leave", [True, False])
 def test_criu_is_killed_while_the_weights_are_away(node, points, leave):
     """The container ends or goes on, with its weights."""
     first = serve(node, "one")
@@ -409,7 +409,8 @@ def test_the_store_vanishes_in_a_take(node, points, moment):
     works(node, first)
 
 
-@pytest.mark.parametrize("moment", MOMENTS if TORTURE else ())
+@torture
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_the_client_goes_in_a_take(node, points, moment):
     """The take goes on to its end without it."""
     first = serve(node, "one")
