@@ -619,8 +619,6 @@ class Taking:
         """
         processes = []
         if self.outcome == OUT:
-            if self._synced is not None:
-                self._synced.wait()
             for process in self._processes:
                 # One that ended before the dump is not in it, or as a zombie, without memory.
                 if os.path.lexists(f"{self._directory}/mm-{process.pid}.img"):
@@ -634,6 +632,8 @@ class Taking:
                         f"{self._store.directory}: was it unmounted or emptied?",
                         FAILED_PRECONDITION,
                     )
+            if self._synced is not None:
+                self._synced.wait()
             self._refer(self._recorded)
         return {
             "outcome": self.outcome,
