@@ -24,6 +24,7 @@ import threading
 import grpc
 
 from differ import content, ingest
+from layerwriter.layer import WRITE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ class Blob:
         written = 0
         try:
             while written < len(data):
-                written += os.pwrite(self._fd, data[written:], self._size + written)
+                written += os.pwrite(self._fd, data[written : written + WRITE], self._size + written)
         except OSError as failure:
             self._say(f"the upload's file: {_reason(failure)}")
             self._back_to_calls()
