@@ -130,6 +130,8 @@ def _whole(directory: str, manifest: Manifest) -> Iterator[Finding]:
     recorded.setdefault("inventory.img", None)
     if manifest.layer:
         recorded.setdefault(str(manifest.layer["file"]), manifest.layer.get("size"))
+    elif layers := [name for name in recorded if name.startswith("layer.tar")]:
+        yield _problem(f"fermata.json names the file {layers[0]} and has no layer: {_AGAIN}")
     for name, bytes_ in recorded.items():
         if "/" in name:
             yield _problem(f"{name!r} is no name of a file of a snapshot: {_AGAIN}")

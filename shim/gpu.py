@@ -648,7 +648,7 @@ def needed(record: dict[str, Any]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for process in record.get("processes") or []:
         for uuid, size in (process.get("by_gpu") or {}).items():
-            sizes[uuid] = sizes.get(uuid, 0) + int(size)
+            sizes[uuid] = sizes.get(uuid, 0) + int(size or 0)
     return sizes
 
 

@@ -118,11 +118,11 @@ def read(directory: str) -> Manifest:
     if len(text) > _LIMIT:
         raise ShimError(f"{directory}/{NAME} is larger than {_LIMIT} bytes: it is not fermata's", INVALID_ARGUMENT)
     try:
-        data = json.loads(text, parse_constant=_no_number)
+        data = json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ShimError(f"{directory}/{NAME} is damaged: {error}; take the snapshot again", INVALID_ARGUMENT) from error
     version = data.get("version") if isinstance(data, dict) else None
-    if not isinstance(version, dict) or not isinstance(version.get("major"), int):
+    if not isinstance(version, dict) or type(version.get("major")) is not int:
         raise ShimError(f"{directory}/{NAME} has no version: it is not fermata's", INVALID_ARGUMENT)
     if version["major"] != MAJOR:
         raise ShimError(
@@ -144,6 +144,15 @@ def _read(fd: int) -> bytes:
         parts.append(part)
         size += len(part)
     return b"".join(parts)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a name that is there twice one reader takes the first value and another the last. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(name for name in found if names.count(name) > 1)!r} is in an object twice")
+    return found
 
 
 def _no_number(word: str) -> float:

@@ -22,7 +22,10 @@ _SPEC = {
     "mounts": [_MOUNT],
     "linux": {"cgroupsPath": str, "namespaces": [{"type": str, "path": str}], "devices": [_DEVICE]},
 }
+_GPU = {"uuid": str, "model": str, "memory": int}
+_OUTCOMES = ("out", "inside", "none")
 SHAPE = {
+    "version": {"major": int, "minor": int},
     "taken": str,
     "container": {
         "id": str,
@@ -52,11 +55,11 @@ SHAPE = {
     "layer": {"file": str, "digest": str, "size": int, "entries": int, "made_by": str, "reason": str},
     "gpu": {
         "driver": str,
-        "gpus": [{"uuid": str, "model": str, "memory": int}],
+        "gpus": [_GPU],
         "processes": [{"pid": int, "command": str, "bytes": int, "by_gpu": {ANY: int}}],
     },
     "guest": {
-        "outcome": str,
+        "outcome": _OUTCOMES,
         "reason": str,
         "token": str,
         "processes": [{"pid": int, "packs": [{"name": str, "digest": str, "bytes": int}]}],
@@ -66,7 +69,14 @@ SHAPE = {
     "frozen": _NUMBER,
     "spec": _SPEC,
 }
-_WORDS = {str: "a text", int: "a whole number", bool: "true or false", _NUMBER: "a number"}
+_WORDS = {
+    str: "a text",
+    int: "a whole number",
+    bool: "true or false",
+    _NUMBER: "a number",
+    _OUTCOMES: "one of out, inside and none",
+}
+_END = 1 << 63  # no size, number of a process or time that anybody has is as large; 1e999 is read as infinity
 
 
 def misfit(value: object) -> str | None:
@@ -96,10 +106,16 @@ def _misfit(value: object, shape: Any, where: str, strict: bool) -> str | None:
             for key, item in value.items()
             if key in shape or ANY in shape
         )
+        if shape is _GPU and (lacking := [key for key in ("uuid", "model") if value.get(key) is None]):
+            return f"{where} has no {lacking[0]}"
         if shape is SHAPE["layer"] and not _is_name(value.get("file")):
             return f"{where}.file is no name of a file"
+    elif shape is _OUTCOMES:
+        return None if value in _OUTCOMES else f"{where} is not {_WORDS[shape]}"
     else:
         fits = isinstance(value, shape) and isinstance(value, bool) == (shape is bool)
+        if fits and not strict and shape in (int, _NUMBER) and not (0 if shape is int else -_END) <= value < _END:
+            return f"{where} is out of range"
         return None if fits else f"{where} is not {_WORDS[shape]}"
     return next((text for text in found if text is not None), None)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import os
 from pathlib import Path
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from shim import check, inspect, manifest, operation
+from shim import check, gpu, guest, inspect, manifest, operation, weights
 from shim.config import Config
 from shim.errors import ShimError
 from shim.rootfs import Rootfs
@@ -179,6 +182,130 @@ def test_whatever_stands_in_the_file_every_reader_of_it_has_a_sentence(snapshot,
                 read()
             except ShimError as error:
                 Response.failure(error.code, str(error)).encode()
+
+
+WHOLE = {
+    **snapshots.DATA,
+    "spec": {**snapshots.SPEC, "linux": {**snapshots.SPEC["linux"], "uidMappings": [], "gidMappings": []}},
+    "files": {"inventory.img": 8, "layer.tar": 3},
+    "gpu": {
+        "driver": "580.1",
+        "gpus": [{"uuid": "GPU-1", "model": "H200", "memory": 1 << 37}],
+        "processes": [{"pid": 1, "command": "python3", "bytes": 5, "by_gpu": {"GPU-1": 5}}],
+    },
+    "guest": {
+        "outcome": "out",
+        "reason": None,
+        "token": "0a",
+        "processes": [{"pid": 1, "packs": [{"name": "model", "digest": f"sha256:{'a' * 64}", "bytes": 5}]}],
+        "seconds": {"write": 0.5},
+    },
+}
+
+
+def places(value, path=()):
+    """Every place of a value of JSON, as the keys that lead there."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+VALUES = [found for place in places(WHOLE) if (found := functools.reduce(lambda at, key: at[key], place, WHOLE)) != {}]
+TEXTS = st.sampled_from(["", "a\nb", "\u202e", "\x1b[31m", "../..", "/", "ü", "\U0001f3b5", "a" * 5000, "\0"])
+EDITS = st.one_of(
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 5),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        TEXTS,
+    ),
+    st.sampled_from(VALUES),
+    st.recursive(st.none() | st.integers(), lambda inner: st.lists(inner, max_size=2)),
+)
+
+
+@given(st.sampled_from(sorted(places(WHOLE), key=str)), EDITS, st.sampled_from(["replace", "add", "remove"]))
+@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_edited_every_reader_of_it_has_a_sentence(snapshot, place, value, how):
+    """One value of the file is another, a key is there that is unknown, or one is not: refused by name, or used."""
+    data = copy.deepcopy(WHOLE)
+    *above, last = place
+    into = functools.reduce(lambda at, key: at[key], above, data)
+    if how == "add" and isinstance(into, dict):
+        into[f"{last}-x"] = value
+    elif how == "remove":
+        del into[last]
+    else:
+        into[last] = value
+    (snapshot / "fermata.json").write_text(json.dumps(data))
+    config = Config()
+    config.weights_directory = str(snapshot.parent / "weights")
+    try:
+        read = manifest.read(str(snapshot))
+    except ShimError as error:
+        said = str(error)
+        assert said.encode()
+        assert "fermata.json" in said or "format version" in said
+        if "is damaged: " in said and isinstance(last, str) and "a character that no text has" not in said:
+            assert str(place[0]) in said, said
+        return
+    arguments = {"force": False, "id": "b", "namespace": "default", "mount": ["src=/a,dst=/b"], "env": ["A=b"]}
+    inspected = {"directory": str(snapshot), "json": False, "files": False, "plot": None}
+    for work in (
+        lambda: check.findings(str(snapshot), read, config, snapshots.SPEC, Rootfs([])),
+        lambda: operation._spec(read, str(snapshot), argparse.Namespace(**arguments)),
+        lambda: inspect.inspect(argparse.Namespace(**inspected)),
+        lambda: weights.digests_of(read.data.get("guest")),
+        lambda: guest._wanted(read.data.get("guest") or {}),
+        lambda: gpu.needed(read.data.get("gpu") or {}),
+        lambda: gpu.misfits((read.data.get("gpu") or {}).get("gpus") or [], [{"uuid": "GPU-2", "model": "A"}], "580.1"),
+        lambda: weights.reference(str(snapshot), str((read.data.get("guest") or {}).get("token"))),
+    ):
+        try:
+            work()
+        except ShimError as error:
+            Response.failure(error.code, str(error)).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"guest": {"outcome": "OUT", "processes": []}}, "guest.outcome is not one of out, inside and none"),
+        ({"guest": {"processes": [{"pid": -1}]}}, r"guest.processes\[0\].pid is out of range"),
+        ({"guest": {"processes": [{"packs": [{"bytes": 1 << 63}]}]}}, r"packs\[0\].bytes is out of range"),
+        ({"requires": {"memory": -5}}, "requires.memory is out of range"),
+        ({"version": {"major": 1, "minor": "1"}}, "version.minor is not a whole number"),
+        ({"version": {"major": True}}, "has no version"),
+    ],
+)
+def test_a_value_that_nobody_would_write_is_named(snapshot, change, sentence):
+    (snapshot / "fermata.json").write_text(json.dumps({**snapshots.DATA, **change}))
+    with pytest.raises(ShimError, match=sentence):
+        manifest.read(str(snapshot))
+
+
+def test_a_number_that_is_infinite_is_named(snapshot):
+    (snapshot / "fermata.json").write_text('{"version": {"major": 1}, "frozen": 1e999}')
+    with pytest.raises(ShimError, match="frozen is out of range"):
+        manifest.read(str(snapshot))
+
+
+def test_a_name_that_is_there_twice_is_refused(snapshot):
+    """One reader of JSON takes the first value, another one the last."""
+    text = json.dumps(snapshots.DATA)
+    (snapshot / "fermata.json").write_text(text.replace('"gpu": null', '"gpu": null, "gpu": {}'))
+    with pytest.raises(ShimError, match="is damaged: the name 'gpu' is in an object twice"):
+        manifest.read(str(snapshot))
+
+
+def test_a_layer_that_is_not_described_is_not_left_out(snapshot):
+    data = {**WHOLE, "layer": None, "gpu": None, "guest": None}
+    (snapshot / "fermata.json").write_text(json.dumps(data))
+    found = check.findings(str(snapshot), manifest.read(str(snapshot)), Config(), snapshots.SPEC, Rootfs([]))
+    assert any("names the file layer.tar and has no layer" in finding.text for finding in found)
 
 
 def test_what_is_no_regular_file_is_refused_at_once(snapshot):
