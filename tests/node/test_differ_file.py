@@ -79,7 +79,7 @@ def leases(node):
 
 
 def nothing_left(node, diffs):
-    return not diffs.active() and not list(node.path(f"{CONTENT}/ingest").iterdir())
+    return not diffs.active() and not any(node.path(f"{CONTENT}/ingest").glob("*"))
 
 
 def blob(node, made):
@@ -285,6 +285,7 @@ def test_a_client_that_goes_gets_nothing_left(node, diffs):
 
 def full(node, size, diffs):
     """What a client is told when the disk is full after so many bytes."""
+    diffs.diff("small", "base")  # containerd makes the directory when it first needs it
     node.exec(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", f"{CONTENT}/ingest"])
     try:
         held = leases(node)
@@ -306,6 +307,16 @@ def test_a_disk_that_is_full_when_the_file_is_written_is_told_as_containerd_does
     assert "data: no space left" in log(node)[before:].lower()
     with changed(node, ("_LARGE = 8 << 20", "_LARGE = 8 << 40")):
         assert full(node, "20m", diffs) == told
+
+
+def test_a_disk_that_fails_at_the_sync_is_an_error_and_leaves_nothing(node, diffs):
+    remove(node, diffs.diff("large", "base"))
+    held = leases(node)
+    with changed(node, at("before-the-sync", "raise OSError(5, 'Input/output error')")):
+        with pytest.raises(Failed, match=r"UNKNOWN: sync of fermata-differ-.*: input/output error"):
+            diffs.diff("large", "base")
+        assert nothing_left(node, diffs)
+        assert leases(node) == held
 
 
 def test_an_upload_that_somebody_removed_is_left_to_the_walking_differ(node, diffs):
