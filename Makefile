@@ -48,7 +48,8 @@ torture: $(VENV)/ready
 torture-%: $(VENV)/ready
 	FERMATA_STACKS=$* FERMATA_TORTURE=1 FERMATA_SWITCHES=12 FERMATA_CREATES=20 \
 	  timeout 1500 $(VENV)/bin/python -m pytest -o timeout=900 -p no:cacheprovider \
-	  $(addprefix tests/node/test_,$(addsuffix .py,$(TORTURED)))
+	  $(addprefix tests/node/test_,$(addsuffix .py,$(TORTURED))) \
+	  tests/node/test_upgrade.py::test_no_shim_mixes_versions_while_many_start_and_two_take_each_others_place
 
 # Random input for the reader of layers, for SECONDS. What it finds is left in a file here.
 SECONDS = 120

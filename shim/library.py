@@ -36,6 +36,7 @@ CHANGING = ".changing"
 PACKAGES = ("shim", "layerwriter", "criuconf", "differ")
 _NUMBER = sys.modules["_frozen_importlib_external"].MAGIC_NUMBER  # importlib.util has it too, and takes 10 ms to import
 _IMPORTED = (os.stat(__file__).st_ino, os.stat(__file__).st_mtime_ns)
+_ATTEMPTS = 20
 _HEAD = len(MAGIC) + len(_NUMBER) + 4
 
 
@@ -77,6 +78,25 @@ def path_in(library: str) -> str:
 def hold() -> bool:
     """From now on import from the archive of the library that this file is part of. False: there is none that fits."""
     library = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    for _ in range(_ATTEMPTS):
+        before = _identity(library)
+        if _hold(library):
+            return True
+        if _identity(library) == before:
+            break
+        # Another library has taken this one's place since: the archive was of the one, the sources of the other.
+    return False
+
+
+def _identity(library: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(library)
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
+def _hold(library: str) -> bool:
     try:
         fd = os.open(path_in(library), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from node.containers import IMAGE, OURS, pid, remove, start, status, wait_for
-from node.shims import Shim, daemons
+from node.shims import CallFailed, Shim, daemons
 from node.stack import PROJECT
 
 TICK = "import time; rounds = 0\nwhile True: rounds += 1; open('/ticks', 'w').write(str(rounds)); time.sleep(0.02)"
 LIBRARY = "/usr/local/lib/fermata"
 WITHOUT_LIBRARY = "42f8ac6"
+TORTURE = "FERMATA_TORTURE" in os.environ
 
 
 def git(*words):
@@ -25,7 +28,7 @@ def git(*words):
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def other_version(folder):
+def other_version(folder, mark="OTHER"):
     """This version, changed so that none of its modules works in a process that has one of this version's."""
     for name in ("shim", "layerwriter", "criuconf", "differ", "packaging"):
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -33,11 +36,11 @@ def other_version(folder):
         shutil.copy(PROJECT / name, folder)
     (folder / "docs").mkdir()
     init = folder / "shim/__init__.py"
-    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()) + "\nOTHER = True\n")
+    init.write_text(re.sub(r'__version__ = ".*"', '__version__ = "9.9.9"', init.read_text()) + f"\n{mark} = True\n")
     for path in [*folder.glob("shim/*.py"), *folder.glob("layerwriter/*.py"), *folder.glob("criuconf/*.py")]:
         if path.name not in ("__init__.py", "hook.py", "cuda.py", "library.py") and "__main__" not in path.name:
             future = "from __future__ import annotations\n"
-            path.write_text(path.read_text().replace(future, f"{future}from shim import OTHER as _\n", 1))
+            path.write_text(path.read_text().replace(future, f"{future}from shim import {mark} as _\n", 1))
     return folder
 
 
@@ -158,6 +161,51 @@ def test_containers_are_started_while_a_library_takes_anothers_place(node):
         node.exec(["rm", "-rf", f"{LIBRARY}.new"])
         node.install()
     assert status_ in (0, 1)  # 1: its source went in the middle of a copy
+    assert daemons(node) == []
+
+
+@pytest.mark.parametrize("count", [50 if TORTURE else 12])
+def test_no_shim_mixes_versions_while_many_start_and_two_take_each_others_place(node, tmp_path, count):
+    """Each of the two fails at once in a process that has a module of the other."""
+    trees = f"{LIBRARY}.trees"
+    for mark in ("ONE", "TWO"):
+        (tmp_path / mark).mkdir()
+        tree = other_version(tmp_path / mark, mark)
+        for name in ("shim", "layerwriter", "criuconf", "differ"):
+            shutil.copytree(tree / name, node.path(trees) / mark / name)
+    again = (
+        f"while [ -e {trees} ]; do for mark in ONE TWO; do cp -a {trees}/$mark {LIBRARY}.new && "
+        f"python3 -I {LIBRARY}.new/shim/library.py {LIBRARY}.new {LIBRARY} && echo $mark || exit 1; done; done"
+    )
+    before = len(node.log.read_text(errors="replace"))
+    installing = node.popen(["sh", "-c", again], stdout=subprocess.PIPE)
+    names = [f"c{number}" for number in range(count)]
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda name: start(node, name, "sh", "-c", "sleep 1000; exit 3"), names))
+    finally:
+        node.exec(["rm", "-r", trees])
+        installed = installing.communicate(timeout=60)[0].decode().split()
+        node.exec(["rm", "-rf", f"{LIBRARY}.new"])
+    assert {"ONE", "TWO"} <= set(installed)
+    try:
+        refused = 0
+        for number, name in enumerate(names):
+            assert status(node, name) == "RUNNING"
+            if number < 8:  # loads what its shim has not yet
+                try:
+                    Shim(node, name).checkpoint(f"/srv/up/{name}")
+                except CallFailed as error:
+                    assert str(error).startswith("another version of fermata was installed since")
+                    refused += 1
+        assert refused <= 1  # one may have started in the very moment
+        for name in names:
+            remove(node, name)
+    finally:
+        node.install()
+        node.exec(["rm", "-rf", "/srv/up"])
+    said = node.log.read_text(errors="replace")[before:]
+    assert "cannot import name" not in said and "Traceback" not in said
     assert daemons(node) == []
 
 

@@ -169,6 +169,25 @@ def test_a_new_library_takes_the_place_of_the_old_one(installed, tmp_path):
     assert says(installed, program) == ["True", "new", f"{installed}/shim/take.py"]
 
 
+def test_a_process_that_starts_just_then_has_the_new_one_alone(installed, compiled, tmp_path):
+    """Its archive was the old one's, and the sources that it is compared with are the new one's."""
+    new = shutil.copytree(compiled, tmp_path / "new")
+    with (new / "shim/state.py").open("a") as file:
+        file.write("\nNEW = True\n")
+    compile_(new)
+    meanwhile = f"""
+import os
+fits = library._fits
+def replaced(*arguments):
+    if os.path.exists({str(new)!r}):
+        os.rename({str(installed)!r}, {str(tmp_path / "old")!r})
+        os.rename({str(new)!r}, {str(installed)!r})
+    return fits(*arguments)
+library._fits = replaced
+"""
+    assert says(installed, f"{HELD}\nprint(shim.state.NEW)", before=meanwhile) == ["True", "Archive", "True"]
+
+
 def test_it_takes_a_place_that_is_empty(tmp_path):
     new = tmp_path / "fermata.new"
     for package in library.PACKAGES:
