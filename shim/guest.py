@@ -29,7 +29,7 @@ from shim.wire import Message
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from typing import Any, TypeVar
 
     from shim.config import Config
@@ -728,10 +728,10 @@ class _Background:
             raise self._error
 
 
-def connect_all(root: str, until: float) -> list[Channel]:
-    """A connection to every program of a container that listens. Raises ShimError."""
+def connect_all(root: str, until: float, but: Collection[int] = ()) -> list[Channel]:
+    """A connection to every program of a container that listens, but to those with these pids. Raises ShimError."""
     channels: list[Channel] = []
-    pids = sockets(root)
+    pids = [pid for pid in sockets(root) if pid not in but]
     try:
         for at in range(0, len(pids), _AT_ONCE):
             found = listeners(root, pids[at : at + _AT_ONCE])
@@ -971,6 +971,8 @@ class Restoring:
             back.arm(f"/proc/{pid}/root")
             between()
             slowest = back.go()
+            if lost := forgotten(f"/proc/{pid}/root", dict(_wanted(self._record)), self._log, self._id):
+                raise lost
         except OSError as error:
             raise ShimError(f"the weights cannot be given back: {error}", FAILED_PRECONDITION) from error
         finally:
@@ -999,6 +1001,27 @@ def _is_cached(fd: int, at: int) -> bool:
     except OSError:  # a file system that cannot say
         return False
     return True
+
+
+def forgotten(root: str, known: Collection[int], log: Log, container_id: str) -> ShimError | None:
+    """Whether a restored program other than those with these pids is without its weights.
+
+    The snapshot's record was changed then, and the program would wait for what nobody brings. One that does not say so
+    is taken to have them.
+    """
+    try:
+        answers = _asked(connect_all(root, time.monotonic() + _STATUS, known))
+    except (ShimError, OSError) as error:
+        log("warning", "programs cannot be asked whether they have their weights", container=container_id, error=error)
+        return None
+    for channel, answer in answers:
+        if isinstance(answer, dict) and answer.get("out") is True:
+            return ShimError(
+                f"{channel} is without its weights, and the snapshot does not say which they are: its fermata.json was "
+                "changed since it was taken",
+                FAILED_PRECONDITION,
+            )
+    return None
 
 
 def restoring(record: object, config: Config, log: Log, container_id: str, snapshot: str) -> Restoring | None:
@@ -1083,10 +1106,21 @@ def _wanted(record: dict[str, Any]) -> list[tuple[int, list[str]]]:
 
 def status(root: str) -> Status:
     """Whether one of a container's programs has called `snapshot_ready`. Raises ShimError."""
-    until = time.monotonic() + _STATUS
-    channels = connect_all(root, until)
     said = []
     ready = False
+    for channel, answer in _asked(connect_all(root, time.monotonic() + _STATUS)):
+        if isinstance(answer, ChannelError):
+            said.append(str(answer))
+        else:
+            ready = ready or answer.get("ready") is True
+            said.append(f"{channel} is {'ready' if answer.get('ready') is True else 'not ready'}")
+    return Status(ready=ready, text="; ".join(said) or "no program in the container listens at /run/fermata")
+
+
+def _asked(channels: Sequence[Channel]) -> list[tuple[Channel, dict[str, Any] | ChannelError]]:
+    """Each with its answer to the step `status`, or why there is none; they are closed."""
+    until = time.monotonic() + _STATUS
+    answers: list[tuple[Channel, dict[str, Any] | ChannelError]] = []
     for channel in channels:
         try:
             channel.send({"protocol": PROTOCOL, "step": "status"}, until)
@@ -1094,14 +1128,12 @@ def status(root: str) -> Status:
             continue
     for channel in channels:
         try:
-            answer = channel.receive(until)
-            ready = ready or answer.get("ready") is True
-            said.append(f"{channel} is {'ready' if answer.get('ready') is True else 'not ready'}")
+            answers.append((channel, channel.receive(until)))
         except ChannelError as error:
-            said.append(str(error))
+            answers.append((channel, error))
         finally:
             channel.close()
-    return Status(ready=ready, text="; ".join(said) or "no program in the container listens at /run/fermata")
+    return answers
 
 
 def wait_until_ready(namespace: str, container_id: str, seconds: float) -> None:

@@ -114,7 +114,7 @@ def _misfit(value: object, shape: Any, where: str, strict: bool) -> str | None:
         return None if value in _OUTCOMES else f"{where} is not {_WORDS[shape]}"
     else:
         fits = isinstance(value, shape) and isinstance(value, bool) == (shape is bool)
-        if fits and not strict and shape in (int, _NUMBER) and not (0 if shape is int else -_END) <= value < _END:
+        if fits and not strict and isinstance(value, _NUMBER) and not (0 if shape is int else -_END) <= value < _END:
             return f"{where} is out of range"
         return None if fits else f"{where} is not {_WORDS[shape]}"
     return next((text for text in found if text is not None), None)

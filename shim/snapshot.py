@@ -334,7 +334,12 @@ class SnapshotShim(RuncShim):
                 note(f"unmounted {path}, which a killed runc left")
             return response
         timeline.step("criu")
-        moved = container.weights is not None and self._give_weights(call, container, response, move_gpu_state)
+        if container.weights is not None:
+            moved = self._give_weights(call, container, response, move_gpu_state)
+        else:
+            moved = False
+            if container.guest:
+                self._check_weights(call, container, response)
         try:
             container.state.drop(unfinished.RECORD)
         except OSError as error:  # the container runs: only after a crash would it be cleaned up after too much
@@ -453,6 +458,15 @@ class SnapshotShim(RuncShim):
             weights.close()
         timeline.step("weights")
         return True
+
+    def _check_weights(self, call: Call, container: Container, started: Response) -> None:
+        """None of the restored programs is without its weights. Raises ShimError, and then the container has ended."""
+        from shim import guest
+
+        root = f"/proc/{task.PidResponse.decode(started.payload).pid}/root"
+        if lost := guest.forgotten(root, (), self.log, container.state.id):
+            self._end(call, container)
+            raise ShimError(f"restore of {container.restore_source} failed: {lost}", lost.code)
 
     def _pay(self, call: Call, container: Container) -> None:
         """Give a container that was parked in the middle of a take the weights that it is without since.

@@ -477,3 +477,68 @@ def test_a_file_of_the_store_is_damaged_while_its_weights_come_back(node, points
     file.write_bytes(kept)
     comes_back(node, first)
     forget(node, TAKEN)
+
+
+# A record that was edited ---------------------------------------------------------------------------------------------
+
+
+def of_pid(pid):
+    return lambda record: record["processes"][0].update(pid=pid)
+
+
+def of_another(record):
+    """Other weights, which the store has: a file that is right in all but what is in it."""
+    record["processes"][0]["packs"][0]["digest"] = f"sha256:{'a' * 64}"
+
+
+EDITED = {
+    "inside": (lambda record: record.update(outcome="inside"), "process 1 of the container is without its weights"),
+    "nobody's": (lambda record: record.update(processes=[]), "process 1 of the container is without its weights"),
+    "another process": (of_pid(2), "process 2 of the container does not listen"),
+    "one more": (
+        lambda record: record["processes"].append({"pid": 7, "packs": []}),
+        "process 7 of the container does not",
+    ),
+    "no pack": (lambda record: record["processes"][0].update(packs=[]), "process 1 of the container: "),
+    "another digest": (of_another, "process 1 of the container: "),
+    "unknown outcome": (lambda record: record.update(outcome="x"), "guest.outcome is not one of out, inside and none"),
+    "below zero": (of_pid(-1), "guest.processes[0].pid is out of range"),
+}
+# What a restore does not go by.
+UNCHANGED = {
+    "seconds": lambda record: record.update(seconds={}),
+    "unknown": lambda record: record.update(unknown=[{}]),
+    "token": lambda record: record.update(token="\n\u202e/.."),
+}
+
+
+@pytest.mark.parametrize("kinds", [(*EDITED, *UNCHANGED)] if TORTURE else [("inside", "another digest")])
+def test_a_record_of_weights_that_was_edited_costs_no_more_than_the_restore(node, points, kinds):
+    first = serve(node, "one")
+    assert take(node, leave_running=False) is None
+    remove(node, "one")
+    (file,) = node.path(STORE).glob("*.weights")
+    other = file.with_name(f"{'a' * 64}.weights")
+    other.touch(0o600)
+    other.write_bytes(os.urandom(SIZE))
+    path = node.path(f"{TAKEN}/fermata.json")
+    text = path.read_text()
+    for kind in kinds:
+        edit, words = EDITED[kind] if kind in EDITED else (UNCHANGED[kind], "")
+        data = json.loads(text)
+        edit(data["guest"])
+        path.write_text(json.dumps(data))
+        done = restore(node)
+        if kind in UNCHANGED:
+            assert done.returncode == 0, (kind, done.stderr)
+            assert answers(node, "two")["answer"] == first["answer"], kind
+        else:
+            assert done.returncode != 0, kind
+            assert words in done.stderr and "a fault in fermata itself" not in done.stderr, (kind, done.stderr)
+            assert status(node, "two") in (None, "STOPPED"), kind
+        clear(node)
+        assert leftovers(node) == [], kind
+    path.write_text(text)
+    comes_back(node, first)
+    other.unlink(missing_ok=True)
+    forget(node, TAKEN)

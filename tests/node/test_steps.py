@@ -38,6 +38,8 @@ ELSEWHERE = (
     "move_gpu_state",
     "container.replaced",  # below
     "container.images.close()",  # with a user namespace: test_guest_kinds.py
+    "self._give_weights(",  # test_guest_faults.py
+    "self._check_weights(",
     "host file",  # hostfiles: test_network.py
     "killed",  # a CRIU that dies: test_faults.py
     "detach_below",

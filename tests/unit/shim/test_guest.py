@@ -583,6 +583,14 @@ def test_a_program_that_has_not_let_go_of_its_weights_after_all_lacks_nothing(ta
     assert takes.take()["outcome"] == "out"
 
 
+@pytest.mark.parametrize(("answer", "lost"), [(b'{"out": true}\n', True), (b'{"out": false}\n', False), ("end", False)])
+def test_a_restored_program_that_nobody_brings_its_weights_is_found(takes, box, program, answer, lost):
+    program(3, status=answer)
+    found = guest.forgotten(str(box.root), (), takes.log, "box")
+    assert (found is not None) == lost
+    assert guest.forgotten(str(box.root), {3: []}, takes.log, "box") is None
+
+
 # Finding them ---------------------------------------------------------------------------------------------------------
 
 
