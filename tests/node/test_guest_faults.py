@@ -282,6 +282,7 @@ MOMENTS = {
 }
 
 
+@torture
 def test_the_daemon_dies_while_the_weights_are_written(node, points):
     first = serve(node, "one")
     points.plan(step(*MOMENTS["while it writes"]), "die")
@@ -437,6 +438,7 @@ def restoring(node):
     return node.popen([*CTR, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
+@torture
 def test_a_file_of_the_store_that_is_removed_while_its_weights_come_back_is_open(node, points):
     first = serve(node, "one")
     assert take(node, leave_running=False) is None

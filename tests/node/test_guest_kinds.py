@@ -54,6 +54,7 @@ def comes_and_goes(node, *options):
     return record
 
 
+@pytest.mark.skipif(not TORTURE, reason="only in make torture")
 def test_a_container_whose_root_is_read_only_keeps_its_weights_out(node):
     comes_and_goes(node, "--read-only")
 

@@ -164,7 +164,7 @@ def test_containers_are_started_while_a_library_takes_anothers_place(node):
     assert daemons(node) == []
 
 
-@pytest.mark.parametrize("count", [50 if TORTURE else 12])
+@pytest.mark.parametrize("count", [50 if TORTURE else 8])
 def test_no_shim_mixes_versions_while_many_start_and_two_take_each_others_place(node, tmp_path, count):
     """Each of the two fails at once in a process that has a module of the other."""
     trees = f"{LIBRARY}.trees"
