@@ -214,12 +214,13 @@ def test_a_take_waits_until_the_program_is_ready(node):
     assert "two cannot say when it is ready: it was started without the annotation" in said.stderr
 
 
-def test_weights_come_from_a_store_in_memory_and_from_a_disk_past_its_cache(node, configured):
+def test_weights_come_from_a_read_only_store_in_memory_and_from_a_disk_past_its_cache(node, configured):
     node.exec(["sh", "-c", "mkdir -p /srv/memory; mount -t tmpfs -o mode=0700 weights /srv/memory"])
     try:
         configured('[weights]\ndirectory = "/srv/memory"\nread = "direct"\n')
         first = serve(node, "one")
         Shim(node, "one").checkpoint(TAKEN)
+        node.exec(["mount", "-o", "remount,ro", "/srv/memory"])
         restore(node, "two")
         assert answers(node, "two")["answer"] == first["answer"]
         configured('[weights]\nread = "direct"\n')

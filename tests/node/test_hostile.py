@@ -86,6 +86,11 @@ def without_digest(bad):
     rewrite(bad, layer=layer)
 
 
+def twice(bad):
+    path = bad / "fermata.json"
+    path.write_text(path.read_text().replace("{", '{"gpu": null,', 1))
+
+
 def given_away(bad):
     os.chown(bad, 65534, 65534)
 
@@ -102,6 +107,9 @@ HOSTILE = {
     "manifest of brackets": (lambda bad: (bad / "fermata.json").write_text("[" * 4_000_000), "is damaged: "),
     "half a character": (lambda bad: rewrite(bad, requires={"architecture": "\ud800"}), "is damaged: "),
     "gpu is a list": (lambda bad: rewrite(bad, gpu=[1]), "is damaged: gpu is not an object"),
+    "a name twice": (twice, "is damaged: the name 'gpu' is in an object twice"),
+    "size below zero": (lambda bad: rewrite(bad, requires={"memory": -1}), "requires.memory is out of range"),
+    "layer left out": (lambda bad: rewrite(bad, layer=None), "names the file layer.tar and has no layer"),
     "layer is a link": (replaced("layer.tar", lambda path: path.symlink_to("/etc/shadow")), "layer.tar is no regular"),
     "layer is a fifo": (replaced("layer.tar", os.mkfifo), "layer.tar is no regular file"),
     "layer is elsewhere": (layer_of_another_directory, "is damaged: layer.file is no name of a file"),
@@ -117,7 +125,15 @@ HOSTILE = {
 
 
 # Of the manifest's, tests/unit/shim/test_manifest.py has more.
-SOME = ("half a character", "gpu is a list", "image is a fifo", "an image more", "cut off", "of another user")
+SOME = (
+    "half a character",
+    "gpu is a list",
+    "layer left out",
+    "image is a fifo",
+    "an image more",
+    "cut off",
+    "of another user",
+)
 
 
 @pytest.mark.parametrize("kind", HOSTILE if TORTURE else SOME)
