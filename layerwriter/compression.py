@@ -27,8 +27,10 @@ _BLOCK = 128 << 10
 _ISAL = "libisal.so.2"
 _ISAL_LEVEL = 2
 _ISAL_TOKENS = 160 << 10
-"""ISA-L's level that makes files of the size of zlib's level 1, and the bytes of memory it is given: the fewer, the
-shorter are the blocks that are stored or compressed as a whole."""
+"""ISA-L's level, and the bytes of memory it is given: the fewer, the shorter are the blocks that are stored or
+compressed as a whole. Against zlib's level 1 it makes programs and libraries 0.97 to 1.01 times as large, in a quarter
+of the time, and what is half noise 1.2 times. Level 3 would make that as small too, and takes half as long again for
+the rest."""
 _WORKERS = 4
 """Decompressing threads at most: a restore is bound by making files long before."""
 
@@ -53,9 +55,9 @@ def gzip_compressor(level: int = 1) -> Callable[[memoryview], bytes]:
     """A function that makes one gzip member without a time (RFC 1952). For one thread.
 
     A file may hold many members in a row, and every reader takes them for one stream. Level 1 by default: someone waits
-    for the layer while a container stands still. It is ISA-L's where that is installed, at five times the speed of
-    zlib's and the same size. What does not get smaller is stored; with zlib a sample of the piece tells, because trying
-    takes ten times as long. `level` 0 stores all.
+    for the layer while a container stands still. It is ISA-L's where that is installed, at four to five times the speed
+    of zlib's and about the same size. What does not get smaller is stored; with zlib a sample of the piece tells,
+    because trying takes ten times as long. `level` 0 stores all.
     """
     import zlib
 
