@@ -35,14 +35,19 @@ if TYPE_CHECKING:
 SOCKET = "/run/fermata-differ/differ.sock"
 CONTAINERD = "/run/containerd/containerd.sock"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_HEAD = 9  # bytes before a frame's payload: its length, type, flags and stream
 _SETTINGS_FRAME, _ACK = 4, 1
 SETTINGS = bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
 """What both sides of HTTP/2 begin with (RFC 9113, 3.4): the client's preface, and a frame of settings, here of none."""
+GOAWAY = bytes((0, 0, 8, 7, 0, 0, 0, 0, 0)) + (2**31 - 1).to_bytes(4, "big") + bytes(4)
+"""The frame after which a client sends its next requests somewhere else, while those under way go on (6.8)."""
 _FIRST_PASSED = 3  # SD_LISTEN_FDS_START
 _THREADS = 64
 """Requests that are answered at a time. More than the layers made at a time: an Apply must not wait for a Diff."""
 _GRACE = 20
 """Seconds that running requests are given when the process is asked to end."""
+_LEAVING = 1.0
+"""Seconds that connections without requests are given to end by themselves, and answers to be passed on."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,13 +119,17 @@ def _serve(door: _Door, directory: str, containerd: str, gzip_level: int, asked:
     server.add_generic_rpc_handlers((differ.handler(),))
     server.add_insecure_port(f"unix:{inner}")
     server.start()
-    door.open(lambda connection, greeted: _pass_through(connection, inner, greeted))
+    passages = Passages(inner)
+    door.open(passages.serve)
     _thread(differ.keep_clear)
     _notify("READY=1")
     asked.wait()
     _notify("STOPPING=1")
     door.close()
+    # gRPC's server cancels requests that reach it while it stops. So they are sent elsewhere first.
+    passages.leave()
     server.stop(_GRACE).wait()
+    passages.wait()
     channel.close()
     _remove_strays(directory)  # gRPC removes its socket too, if it comes to that before the process ends
 
@@ -221,18 +230,86 @@ def _peer(connection: socket.socket) -> int:
     return int(uid)
 
 
-def _pass_through(connection: socket.socket, inner: str, greeted: bool) -> None:
-    with connection, socket.socket(socket.AF_UNIX) as other:
+class Passages:
+    """Connections that are passed through to gRPC's own socket."""
+
+    def __init__(self, inner: str) -> None:
+        self._inner = inner
+        self._open: set[_Passage] = set()
+        self._changed = threading.Condition()
+
+    def serve(self, connection: socket.socket, greeted: bool) -> None:
+        """Pass through until one of both sides ends."""
+        passage = _Passage(connection, greeted)
+        with self._changed:
+            self._open.add(passage)
         try:
-            other.connect(inner)
+            passage.run(self._inner)
+        finally:
+            with self._changed:
+                self._open.discard(passage)
+                self._changed.notify_all()
+
+    def leave(self) -> None:
+        """Have clients send no more requests here, and wait a moment for connections that have none under way."""
+        with self._changed:
+            leaving = list(self._open)
+        for passage in leaving:
+            passage.leave()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait a moment until all have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._open, _LEAVING)
+
+
+class _Passage:
+    def __init__(self, connection: socket.socket, greeted: bool) -> None:
+        self._connection = connection
+        self._greeted = greeted
+        self._begun = greeted  # whether the client has had its first frame, before which there must be none of ours
+        self._leaving = False
+        self._sending = threading.Lock()
+
+    def run(self, inner: str) -> None:
+        with self._connection as connection, socket.socket(socket.AF_UNIX) as other:
+            try:
+                other.connect(inner)
+            except OSError:
+                return  # we are ending; the caller sees a closed connection and connects again
+            back = _thread(lambda: self._pass_back(other))
+            if not self._greeted or _pass_greeted(connection, other):
+                _pump(connection, other)
+            else:
+                _shut(connection, other)
+            back.join()
+
+    def leave(self) -> None:
+        """Send the client elsewhere with what it asks from now on."""
+        if not self._sending.acquire(timeout=_LEAVING):
+            return  # it reads nothing
+        try:
+            self._leaving = True
+            if self._begun:
+                self._connection.sendall(GOAWAY)
         except OSError:
-            return  # we are ending; the caller sees a closed connection and connects again
-        back = _thread(lambda: _pump(other, connection))
-        if not greeted or _pass_greeted(connection, other):
-            _pump(connection, other)
-        else:
-            _shut(connection, other)
-        back.join()
+            pass  # it has gone
+        finally:
+            self._sending.release()
+
+    def _pass_back(self, other: socket.socket) -> None:
+        """Pass gRPC's frames on, each whole, so that one of ours can stand between two."""
+        try:
+            while True:
+                head = _exactly(other, _HEAD)
+                frame = head + _exactly(other, int.from_bytes(head[:3], "big"))
+                with self._sending:
+                    first, self._begun = not self._begun, True
+                    self._connection.sendall(frame + GOAWAY if first and self._leaving else frame)
+        except OSError:
+            pass  # one side is gone, which the other is told now
+        _shut(other, self._connection)
 
 
 def _pass_greeted(source: socket.socket, target: socket.socket) -> bool:
@@ -241,7 +318,7 @@ def _pass_greeted(source: socket.socket, target: socket.socket) -> bool:
     try:
         target.sendall(_exactly(source, len(PREFACE)))
         while True:
-            head = _exactly(source, 9)
+            head = _exactly(source, _HEAD)
             if head[3] == _SETTINGS_FRAME and head[4] & _ACK:
                 return True
             target.sendall(head + _exactly(source, int.from_bytes(head[:3], "big")))

@@ -7,12 +7,13 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from differ.check import _try
 from differ.messages import DIFF, WRITE, Entry, WriteContentRequest, data_field
-from differ.server import _check_directory, _opened, _remove_strays, main
+from differ.server import GOAWAY, Passages, _check_directory, _opened, _remove_strays, main
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -157,3 +158,66 @@ def test_what_is_no_request_ends_its_connection_alone(without_grpc, said):
         while connection.recv(4096):
             pass
     assert _try(without_grpc) is None
+
+
+def frame(kind, payload, stream=0):
+    return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + stream.to_bytes(4, "big") + payload
+
+
+@pytest.fixture
+def passages(tmp_path):
+    """Connections that are passed through, a way to make one, and where it comes out."""
+    with socket.socket(socket.AF_UNIX) as inner:
+        inner.bind(str(tmp_path / "inner"))
+        inner.listen(1)
+        inner.settimeout(10)
+        made = Passages(str(tmp_path / "inner"))
+        ends = []
+
+        def connect(greeted=False):
+            client, passed = socket.socketpair()
+            threading.Thread(target=made.serve, args=(passed, greeted), daemon=True).start()
+            server, _ = inner.accept()
+            ends.extend((client, server))
+            for end in ends:
+                end.settimeout(10)
+            return client, server
+
+        yield made, connect
+        for end in ends:
+            end.close()
+
+
+def test_a_client_is_sent_elsewhere_between_two_frames_and_what_is_under_way_goes_on(passages):
+    made, connect = passages
+    client, server = connect()
+    first, answer = frame(4, b""), frame(0, os.urandom(3000), stream=1)
+    server.sendall(first + answer[:100])
+    assert client.recv(len(first), socket.MSG_WAITALL) == first
+    leaving = threading.Thread(target=made.leave)
+    leaving.start()
+    assert client.recv(len(GOAWAY), socket.MSG_WAITALL) == GOAWAY
+    server.sendall(answer[100:])
+    assert client.recv(len(answer), socket.MSG_WAITALL) == answer
+    client.sendall(b"still asking")
+    assert server.recv(100) == b"still asking"
+    server.shutdown(socket.SHUT_WR)
+    client.shutdown(socket.SHUT_WR)
+    leaving.join(10)
+    assert client.recv(100) == b""
+
+
+def test_nobody_is_sent_elsewhere_before_the_first_frame(passages):
+    made, connect = passages
+    client, server = connect()
+    made.leave()
+    first = frame(4, os.urandom(6))
+    server.sendall(first)
+    assert client.recv(len(first) + len(GOAWAY), socket.MSG_WAITALL) == first + GOAWAY
+
+
+def test_who_was_greeted_can_be_sent_elsewhere_at_once(passages):
+    made, connect = passages
+    client, _ = connect(greeted=True)
+    made.leave()
+    assert client.recv(len(GOAWAY), socket.MSG_WAITALL) == GOAWAY
