@@ -88,7 +88,7 @@ class Nerdctl:
             upload.commit(labels)
             return digest
         finally:
-            upload.cancel()
+            upload.end()
 
     def lease(self):
         self.client.lease = f"nerdctl-{time.time_ns()}"
