@@ -12,7 +12,7 @@ import re
 from xdist.scheduler import LoadScopeScheduling
 
 # Files whose tests bring up nodes of their own.
-APART = ("test_cri", "test_deb", "test_differ", "test_systemd")
+APART = ("test_cri", "test_deb", "test_differ", "test_differ_file", "test_systemd")
 STACK = re.compile(r"tests/node/(?P<file>\w+)\.py::.*?\[(?P<stack>trixie|sid|host)\b")
 
 
