@@ -7,6 +7,7 @@
     ingest.py    the file that containerd keeps an unfinished upload in
     service.py   the diff service
     server.py    the socket that containerd connects to, and the process around it
+    http2.py     its frames, where they are looked at without gRPC
     decline.py   the answer to everything where Python has no gRPC
     check.py     whether the node's containerd has it switched on, for `fermata doctor`
 

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 
+from differ.http2 import HEAD, PREFACE, SETTINGS, frame
 from shim import grpcio
 
 TYPE_CHECKING = False
@@ -143,8 +144,8 @@ def _try(address: str) -> str | None:
         probe.settimeout(10)
         try:
             probe.connect(address)
-            probe.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))
-            head = probe.recv(9)
+            probe.sendall(PREFACE + frame(SETTINGS))
+            head = probe.recv(HEAD)
         except OSError as failure:
             return f"{address} does not answer: {failure.strerror or failure}"
-    return None if len(head) == 9 and head[3] == 4 else f"what answers on {address} is no gRPC server"
+    return None if len(head) == HEAD and head[3] == SETTINGS else f"what answers on {address} is no gRPC server"

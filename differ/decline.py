@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import struct
 
+from differ.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEAD,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import socket
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 4, 6, 8
-_ACK = _END_STREAM = 1
-_END_HEADERS = 4
 _LARGEST = 1 << 14
 """Bytes of a frame's content: what a peer has to keep to that was not told of more (RFC 9113, 4.2)."""
 _UNIMPLEMENTED = "12"
@@ -25,10 +35,10 @@ _WHY = "fermata-differ has no gRPC for Python: not implemented"
 def decline(connection: socket.socket) -> None:
     """Answer UNIMPLEMENTED to every request of a connection, until the other side ends it. Raises OSError."""
     with connection, connection.makefile("rb") as stream:
-        if stream.read(len(_PREFACE)) != _PREFACE:
+        if stream.read(len(PREFACE)) != PREFACE:
             return
-        connection.sendall(_frame(_SETTINGS))
-        while len(head := stream.read(9)) == 9:
+        connection.sendall(frame(SETTINGS))
+        while len(head := stream.read(HEAD)) == HEAD:
             size, kind, flags, number = int.from_bytes(head[:3], "big"), *struct.unpack(">BBI", head[3:])
             if size > _LARGEST or len(content := stream.read(size)) != size:
                 return
@@ -36,14 +46,14 @@ def decline(connection: socket.socket) -> None:
 
 
 def _answer(kind: int, flags: int, number: int, content: bytes) -> bytes:
-    if kind in (_SETTINGS, _PING):
-        return b"" if flags & _ACK else _frame(kind, _ACK, 0, content if kind == _PING else b"")
+    if kind in (SETTINGS, PING):
+        return b"" if flags & ACK else frame(kind, ACK, 0, content if kind == PING else b"")
     said = b""
-    if kind == _DATA and content:
+    if kind == DATA and content:
         # What all requests of a connection may hold together is given back as it comes.
-        said = _frame(_WINDOW_UPDATE, content=struct.pack(">I", len(content)))
-    if kind in (_DATA, _HEADERS) and flags & _END_STREAM:
-        said += _frame(_HEADERS, _END_STREAM | _END_HEADERS, number, _trailers())
+        said = frame(WINDOW_UPDATE, content=struct.pack(">I", len(content)))
+    if kind in (DATA, HEADERS) and flags & END_STREAM:
+        said += frame(HEADERS, END_STREAM | END_HEADERS, number, _trailers())
     return said
 
 
@@ -55,7 +65,3 @@ def _trailers() -> bytes:
 
 def _text(text: str) -> bytes:
     return bytes((len(text),)) + text.encode("ascii")
-
-
-def _frame(kind: int, flags: int = 0, number: int = 0, content: bytes = b"") -> bytes:
-    return len(content).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, number) + content

@@ -24,6 +24,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from differ import http2
+from differ.http2 import HEAD, PREFACE, frame
 from shim import grpcio
 
 TYPE_CHECKING = False
@@ -34,12 +36,9 @@ if TYPE_CHECKING:
 
 SOCKET = "/run/fermata-differ/differ.sock"
 CONTAINERD = "/run/containerd/containerd.sock"
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_HEAD = 9  # bytes before a frame's payload: its length, type, flags and stream
-_SETTINGS_FRAME, _ACK = 4, 1
-SETTINGS = bytes((0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0))
-"""What both sides of HTTP/2 begin with (RFC 9113, 3.4): the client's preface, and a frame of settings, here of none."""
-GOAWAY = bytes((0, 0, 8, 7, 0, 0, 0, 0, 0)) + (2**31 - 1).to_bytes(4, "big") + bytes(4)
+SETTINGS = frame(http2.SETTINGS)
+"""What a server of HTTP/2 begins with (RFC 9113, 3.4), here of no settings."""
+GOAWAY = frame(http2.GOAWAY, content=(2**31 - 1).to_bytes(4, "big") + bytes(4))
 """The frame after which a client sends its next requests somewhere else, while those under way go on (6.8)."""
 _FIRST_PASSED = 3  # SD_LISTEN_FDS_START
 _THREADS = 64
@@ -302,11 +301,11 @@ class _Passage:
         """Pass gRPC's frames on, each whole, so that one of ours can stand between two."""
         try:
             while True:
-                head = _exactly(other, _HEAD)
-                frame = head + _exactly(other, int.from_bytes(head[:3], "big"))
+                head = _exactly(other, HEAD)
+                whole = head + _exactly(other, int.from_bytes(head[:3], "big"))
                 with self._sending:
                     first, self._begun = not self._begun, True
-                    self._connection.sendall(frame + GOAWAY if first and self._leaving else frame)
+                    self._connection.sendall(whole + GOAWAY if first and self._leaving else whole)
         except OSError:
             pass  # one side is gone, which the other is told now
         _shut(other, self._connection)
@@ -318,8 +317,8 @@ def _pass_greeted(source: socket.socket, target: socket.socket) -> bool:
     try:
         target.sendall(_exactly(source, len(PREFACE)))
         while True:
-            head = _exactly(source, _HEAD)
-            if head[3] == _SETTINGS_FRAME and head[4] & _ACK:
+            head = _exactly(source, HEAD)
+            if head[3] == http2.SETTINGS and head[4] & http2.ACK:
                 return True
             target.sendall(head + _exactly(source, int.from_bytes(head[:3], "big")))
     except OSError:

@@ -12,10 +12,9 @@ import threading
 import pytest
 
 from differ.check import _try
+from differ.http2 import PREFACE
 from differ.messages import DIFF, WRITE, Entry, WriteContentRequest, data_field
 from differ.server import GOAWAY, Passages, _check_directory, _opened, _remove_strays, main
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def test_a_directory_that_others_can_enter_is_refused(tmp_path):
