@@ -41,6 +41,7 @@ SETTINGS = frame(http2.SETTINGS)
 GOAWAY = frame(http2.GOAWAY, content=(2**31 - 1).to_bytes(4, "big") + bytes(4))
 """The frame after which a client sends its next requests somewhere else, while those under way go on (6.8)."""
 _FIRST_PASSED = 3  # SD_LISTEN_FDS_START
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _THREADS = 64
 """Requests that are answered at a time. More than the layers made at a time: an Apply must not wait for a Diff."""
 _GRACE = 20
@@ -71,8 +72,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     os.umask(0o077)
     asked = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: asked.set())
+    # Waited for, not handled: a handler that sets the event could interrupt this thread
+    # while it holds the event's lock.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     _check_directory(os.path.dirname(listener.getsockname()))
     door = _Door(listener, asked)
     try:
@@ -99,7 +101,8 @@ def _decline(door: _Door, asked: threading.Event) -> None:
 
     door.open(answer)
     _notify("READY=1")
-    asked.wait()
+    signal.sigwait(_ENDING)
+    asked.set()
     _notify("STOPPING=1")
     door.close()
 
@@ -122,7 +125,8 @@ def _serve(door: _Door, directory: str, containerd: str, gzip_level: int, asked:
     door.open(passages.serve)
     _thread(differ.keep_clear)
     _notify("READY=1")
-    asked.wait()
+    signal.sigwait(_ENDING)
+    asked.set()
     _notify("STOPPING=1")
     door.close()
     # gRPC's server cancels requests that reach it while it stops. So they are sent elsewhere first.
